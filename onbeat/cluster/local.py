@@ -1,0 +1,179 @@
+"""Workers as processes of this machine, forked from a preloaded server (see forkserver.py).
+
+    LocalLauncher ─┬─ fork server "torch"  ── trainer ranks, generators
+                   └─ fork server "plain"  ── reward workers (no torch in them)
+
+Each server is started on first use; several spawns may wait for it. What bounds the waiting: a server that dies
+while starting ends every waiting spawn with the tail of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
+from onbeat.errors import WorkerError
+from onbeat.wire import Connection
+
+M = TypeVar("M")
+
+_TORCH_PRELOAD = ("onbeat.train.worker", "onbeat.rollout.worker")
+_LOG_TAIL_LINES = 20
+
+EXACT_ENVIRONMENT = {
+    # One code path of the matrix library whatever the alignment, the batch and the thread: rows come out the same.
+    "MKL_CBWR": "AVX2",
+    # Trainer and generators share the cores; a thread that spins while it waits would take them from the others.
+    "OMP_WAIT_POLICY": "passive",
+    # We decide about processes and files; the hub is asked only for a name the user wrote.
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What torch must find when it is first imported. Exactness and speed rest on it (docs/exactness.md)."""
+
+
+class LocalChild(Generic[M]):
+    def __init__(self, name: str, pid: int, connection: Connection[M], log: Path, server: _Server) -> None:
+        self.name = name
+        self.pid = pid
+        self.connection = connection
+        self._log = log
+        self._server = server
+        self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def kill(self) -> None:
+        self._server.send(Kill(self.pid))
+
+    async def exited(self) -> int:
+        return await asyncio.shield(self._status)
+
+    def ended(self, status: int) -> None:
+        if not self._status.done():
+            self._status.set_result(status)
+
+    def log_tail(self) -> str:
+        return log_tail(self._log)
+
+
+def log_tail(log: Path) -> str:
+    """The last lines of a log file; empty if there is none."""
+    with contextlib.suppress(OSError), log.open(errors="replace") as lines:
+        return "".join(deque(lines, maxlen=_LOG_TAIL_LINES)).rstrip()
+    return ""
+
+
+class _Starting:
+    """A worker that has been asked for and has not been forked yet."""
+
+    def __init__(self, sock: socket.socket, log: Path, receives: object) -> None:
+        self.sock = sock
+        self.log = log
+        self.receives = receives
+        self.child: asyncio.Future[LocalChild[Any]] = asyncio.get_running_loop().create_future()
+
+
+class _Server:
+    """One fork server and the workers it forked."""
+
+    def __init__(self, name: str, preload: tuple[str, ...], log_dir: Path) -> None:
+        self._log = log_dir / f"{name}.log"
+        self._log_dir = log_dir
+        ours, theirs = socket.socketpair()
+        with self._log.open("ab") as log:
+            fds = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "onbeat.cluster.forkserver", *fds, "--preload", *preload],
+                env=os.environ | EXACT_ENVIRONMENT,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._connection: Connection[Spawned | Exited] = Connection(ours, Spawned | Exited)
+        self._starting: dict[str, _Starting] = {}
+        self._children: dict[int, LocalChild[Any]] = {}
+        self._gone = False
+        self._reader = asyncio.create_task(self._read())
+
+    def send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
+        self._connection.send(message, fds)
+
+    async def spawn(self, name: str, entry: str, settings: bytes, receives: object) -> LocalChild[Any]:
+        ours, theirs = socket.socketpair()
+        starting = _Starting(ours, self._log_dir / f"{name}.log", receives)
+        self._starting[name] = starting
+        if self._gone:
+            self._fail_starting()
+        order = Spawn(name=name, entry=entry, settings=settings, environment={}, log=str(starting.log))
+        self._connection.send(order, [theirs.fileno()])
+        theirs.close()
+        return await starting.child
+
+    async def _read(self) -> None:
+        async for message in self._connection.messages():
+            match message:
+                case Spawned(name=name, pid=pid):
+                    new = self._starting.pop(name)
+                    self._children[pid] = LocalChild(name, pid, Connection(new.sock, new.receives), new.log, self)
+                    new.child.set_result(self._children[pid])
+                case Exited(pid=pid, status=status):
+                    if child := self._children.pop(pid, None):
+                        child.ended(status)
+        self._gone = True
+        for child in self._children.values():
+            child.ended(-9)
+        self._children.clear()
+        self._fail_starting()
+
+    def _fail_starting(self) -> None:
+        for name, starting in self._starting.items():
+            starting.sock.close()
+            error = WorkerError(f"{name} could not be started: the fork server died", log_tail(self._log))
+            starting.child.set_exception(error)
+        self._starting.clear()
+
+    async def close(self) -> None:
+        """The server sees our end close, kills its tree and leaves; its own death then ends the stream."""
+        for child in list(self._children.values()):
+            child.connection.close()
+        self._connection.close()
+        await self._reader
+        await asyncio.to_thread(self._process.wait)
+
+
+class LocalLauncher:
+    def __init__(self, log_dir: Path) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._log_dir = log_dir
+        self._servers: dict[bool, _Server] = {}
+
+    def prepare(self, *, uses_torch: bool) -> None:
+        """Start the fork server now, so that its imports run while the caller does something else."""
+        self._server(uses_torch)
+
+    async def spawn(
+        self, *, name: str, entry: str, settings: msgspec.Struct, receives: object, uses_torch: bool
+    ) -> LocalChild[Any]:
+        server = self._server(uses_torch)
+        return await server.spawn(name, entry, msgspec.msgpack.encode(settings), receives)
+
+    def _server(self, uses_torch: bool) -> _Server:
+        if uses_torch not in self._servers:
+            name, preload = ("forkserver-torch", _TORCH_PRELOAD) if uses_torch else ("forkserver-plain", ())
+            self._servers[uses_torch] = _Server(name, preload, self._log_dir)
+        return self._servers[uses_torch]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
+        self._servers.clear()

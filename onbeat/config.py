@@ -1,0 +1,353 @@
+"""The recipe: TOML files composed left to right, dotted flags over them, checked before anything is started.
+
+    onbeat train recipes/arithmetic.toml mine.toml --schedule.mode sync --seed 3
+
+A later file wins over an earlier one key by key; a flag wins over all files. A key nobody knows, or a value of the
+wrong type, is refused with its place and the closest right key. Paths in a file are relative to that file; paths in
+a flag to the working directory. What can be derived is a property, not a key. No torch here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from onbeat.errors import ConfigError
+
+_Positive = Annotated[int, Field(ge=1)]
+_Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+_FILE_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".gguf", ".py"}
+
+
+class PathMark:
+    """Marks a key whose text starts with a path to be resolved against the recipe's folder."""
+
+
+def _absolute(value: object, base: Path) -> object:
+    """`file.py:function` or a plain path, made absolute. `package.module:function` and hub names stay as they are."""
+    if not isinstance(value, str):
+        return value
+    file, colon, function = value.partition(":")
+    path = base / Path(file).expanduser()
+    if colon:
+        is_path = file.endswith(".py")
+    else:
+        is_path = file.startswith(("/", ".", "~")) or path.suffix in _FILE_SUFFIXES or path.exists()
+    return str(path.resolve()) + colon + function if is_path else value
+
+
+SourcePath = Annotated[str, PathMark()]
+"""A file, a directory, or `file.py:function`."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, use_attribute_docstrings=True)
+
+
+class RunConfig(_Section):
+    dir: str = "runs/latest"
+    """Where everything the run writes goes; relative to the working directory."""
+
+
+class ModelConfig(_Section):
+    path: SourcePath
+    """A Hugging Face model directory, or `file.py:function`: called once with an empty directory to fill, and cached."""
+
+
+class ScheduleConfig(_Section):
+    mode: Literal["periodic", "sync"] = "periodic"
+    """periodic: train on each group as it is ready. sync: wait for the whole period first. Same weights, bit for bit."""
+    order: Literal["dispatch", "completion"] = "dispatch"
+    """dispatch: groups are trained in slot order (exact). completion: in order of arrival (equal up to rounding)."""
+    periods: _Positive = 100
+    """How many periods to train."""
+    prompts_per_period: _Positive = 8
+    """Groups per period."""
+    updates_per_period: _Positive = 1
+    """Optimizer steps per period."""
+
+    @model_validator(mode="after")
+    def _updates_have_groups(self) -> ScheduleConfig:
+        if self.updates_per_period > self.prompts_per_period:
+            raise ValueError(
+                f"updates_per_period = {self.updates_per_period} exceeds prompts_per_period = "
+                f"{self.prompts_per_period}: an optimizer step needs at least one group"
+            )
+        return self
+
+
+class AlgorithmConfig(_Section):
+    name: Literal["grpo"] = "grpo"
+    """The loss and the advantage."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Completions per prompt."""
+    beta: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the KL to the reference; 0: no reference is loaded."""
+    clip_low: _Fraction = 0.2
+    """The ratio to the old policy is clipped below 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
+    """… and above 1 + clip_high."""
+    scale_advantages: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    loss_mean: Literal["sequence", "token", "constant"] = "sequence"
+    """What the loss is a mean over: sequences of token means; all tokens; sequences of token sums / max_new_tokens."""
+
+
+class SamplingConfig(_Section):
+    max_new_tokens: _Positive = 128
+    """A completion ends at a stop token or here."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Of sampling and of the trained log-probabilities alike."""
+
+
+class GeneratorConfig(_Section):
+    backend: Literal["embedded"] = "embedded"
+    """The engine that samples."""
+    count: _Positive = 1
+    """Generator processes."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Threads per generator; 0: all cores, shared with the trainer without spinning."""
+    max_sequences: _Positive = 32
+    """Sequences decoded at once per generator, admitted by whole groups."""
+
+
+class TrainerConfig(_Section):
+    ranks: _Positive = 1
+    """Trainer processes."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Threads per rank; 0: all cores, shared with the generators without spinning."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
+    """AdamW's, after warm-up."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after warm-up; linear and cosine end at 0 with the run."""
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)
+    """AdamW's moments."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's, on matrices."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are clipped to this norm."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in backward: less memory, a third more time."""
+    microbatch_tokens: _Positive = 1024
+    """Groups are packed into one forward/backward up to this many tokens; a larger group goes alone."""
+
+
+class DataConfig(_Section):
+    path: SourcePath
+    """Rows with a `prompt`: a .jsonl file, or `file.py:function` yielding dicts."""
+    eval_path: SourcePath | None = None
+    """Held-out rows, evaluated greedily before and after training."""
+    shuffle: bool = True
+    """Shuffle each epoch by the seed."""
+    max_prompt_tokens: _Positive = 1024
+    """Longer prompts are dropped and counted."""
+
+
+class RewardFunction(_Section):
+    path: SourcePath
+    """`file.py:function`, `package.module:function`, or a built-in: exact_match, numeric_answer, format."""
+    weight: float = 1.0
+    """Its share in the reward."""
+
+
+class RewardConfig(_Section):
+    functions: tuple[RewardFunction, ...] = Field(min_length=1)
+    """Reward functions; the first is the main one, which accuracy looks at."""
+    timeout_s: Annotated[float, Field(gt=0.0)] = 30.0
+    """A call that takes longer is killed, and its rollouts are unscorable."""
+    workers: _Positive = 1
+    """Reward processes."""
+    accuracy_threshold: float = 1.0
+    """A completion is right if its main reward is at least this."""
+
+
+class ClusterConfig(_Section):
+    launcher: Literal["local"] = "local"
+    """Where workers run: processes of this machine."""
+
+
+class Config(_Section):
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of sampling and shuffling."""
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    data: DataConfig
+    reward: RewardConfig
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _supported(self) -> Config:
+        if self.trainer.ranks > 1:
+            raise ValueError(f"trainer.ranks = {self.trainer.ranks}: more than one trainer rank is not available yet")
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        return self.schedule.periods * self.schedule.updates_per_period
+
+
+def load(recipes: Sequence[str | os.PathLike[str]], overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of the recipes, composed left to right, with dotted overrides on top."""
+    merged: dict[str, Any] = {}
+    for recipe in recipes:
+        _merge(merged, _read(Path(recipe)))
+    for key, value in (overrides or {}).items():
+        _check_key(key)
+        _set(merged, key, _resolved(key, value, Path.cwd()))
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, recipes)) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """One TOML file with its keys known and its paths absolute."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from None
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    return _known(tree, Config, path, "")
+
+
+def _known(tree: Mapping[str, Any], model: type[BaseModel], file: Path, prefix: str) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for name, value in tree.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            raise ConfigError(f"{file}: there is no key {prefix + name!r}{suggestion(prefix + name)}")
+        section = _section_of(field.annotation)
+        if section is not None and isinstance(value, dict):
+            known[name] = _known(value, section, file, f"{prefix}{name}.")
+        elif section is not None and isinstance(value, list):
+            known[name] = [
+                _known(item, section, file, f"{prefix}{name}.") if isinstance(item, dict) else item for item in value
+            ]
+        else:
+            known[name] = _resolved(prefix + name, value, file.resolve().parent)
+    return known
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field: itself, or the items of a tuple of models."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key with its pydantic field, in the order of the file."""
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        if section is not None and section is field.annotation:
+            yield from keys(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+            if section is not None:
+                yield from keys(section, f"{prefix}{name}.")
+
+
+_KEYS: dict[str, Any] = dict(keys())
+_PATH_KEYS = {key for key, field in _KEYS.items() if any(isinstance(mark, PathMark) for mark in field.metadata)}
+_PATH_KEYS.add("data.eval_path")  # optional: pydantic keeps the mark inside the union
+
+
+def _check_key(key: str) -> None:
+    if key not in _KEYS:
+        raise ConfigError(f"there is no key {key!r}{suggestion(key)}")
+
+
+def suggestion(key: str) -> str:
+    """The closest right key, as the end of a sentence."""
+    sections = {known.rpartition(".")[0] for known in _KEYS} - {""}
+    last = key.rpartition(".")[2]
+    by_last_name = [known for known in _KEYS if known.rpartition(".")[2] == last]
+    close = difflib.get_close_matches(key, [*_KEYS, *sections], n=1, cutoff=0.6) or by_last_name[:1]
+    return f": did you mean {close[0]!r}?" if close else "; `onbeat config` lists them all"
+
+
+def _resolved(key: str, value: Any, base: Path) -> Any:
+    return _absolute(value, base) if key in _PATH_KEYS else value
+
+
+def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    for name, value in tree.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[name] = value
+
+
+def _explain(error: ValidationError, recipes: Sequence[str | os.PathLike[str]]) -> str:
+    """One sentence per problem: key, value, what is wrong."""
+    where = ", ".join(str(recipe) for recipe in recipes) or "the configuration"
+    sentences = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "missing":
+            sentences.append(f"{where}: the key {key!r} is missing")
+        elif problem["type"] == "value_error":
+            sentences.append(f"{where}: {problem['ctx']['error']!s}")
+        else:
+            sentences.append(f"{where}: {key} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+    return "\n".join(sentences)
+
+
+def parse_flag(text: str) -> Any:
+    """A flag's value: TOML if it is TOML (numbers, booleans, lists, tables), else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as a recipe that gives it again."""
+    lines = [f"seed = {config.seed}"]
+    for name, section in config:
+        if isinstance(section, BaseModel):
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in section if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str():
+            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        case tuple() | list():
+            return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        case BaseModel():
+            return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value) + " }"
+        case _:
+            raise TypeError(f"no TOML for {value!r}")

@@ -1,0 +1,35 @@
+"""What depends on the device, in one place: today the CPU.
+
+Precision, threads and model loading are the same for trainer and generators, so that both compute the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from onbeat.errors import InputError
+
+
+def set_threads(threads: int) -> None:
+    """Use `threads` threads; 0: every core this process may run on. Fixed for the process: bits depend on it."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+
+
+def load_model(directory: str) -> Any:
+    """A causal language model in float32 with dropout off: what is sampled from is what is trained (R2)."""
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model.path = {directory!r} cannot be loaded as a causal language model: {error}") from error
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    return model

@@ -1,0 +1,164 @@
+"""Every message between the controller and its workers. Three conversations, each with its two unions.
+
+    controller            generator              controller            trainer rank
+      │── Stage(v) + fd ────▶│ verify               │── Accumulate ─────────▶│ forward, backward
+      │◀─ Staged(v, digest) ─│                      │◀─ Accumulated ─────────│
+      │── Activate(v) ──────▶│ load                 │── Step(totals) ───────▶│ optimizer step
+      │◀─ Activated(v) ──────│                      │◀─ Stepped(report) ─────│
+      │── Submit(request) ──▶│ sample               │── TakeSnapshot(v) ────▶│ write once
+      │◀─ Completed ×G ──────│                      │◀─ SnapshotTaken + fd ──│
+
+    controller            reward worker
+      │── ScoreCall ────────▶│ user code
+      │◀─ ScoreResult ───────│
+
+A worker's first message is Ready (or Failed, with a sentence for the user). A worker answers in the order it was
+asked, except a generator, whose completions come when they are done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from onbeat.protocols import UpdateReport
+from onbeat.types import Completion, GroupRequest, MicroBatch, UpdateTotals
+
+
+class WorkerSettings(Struct, frozen=True, kw_only=True):
+    """What every trainer and generator starts with."""
+
+    config: str
+    """The resolved configuration, as JSON."""
+    model_dir: str
+    name: str
+    rank: int = 0
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The worker cannot do its work, and why; it exits after this."""
+
+    reason: str
+
+
+class GeneratorReady(Struct, frozen=True, tag=True):
+    capacity: int
+
+
+class Stage(Struct, frozen=True, tag=True):
+    """Take the snapshot in the attached memory and verify it."""
+
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class Staged(Struct, frozen=True, tag=True):
+    version: int
+    digest: str
+    """As the generator computed it."""
+
+
+class Activate(Struct, frozen=True, tag=True):
+    version: int
+
+
+class Activated(Struct, frozen=True, tag=True):
+    version: int
+    row_variance: str | None
+    """None if the probe found the model's rows independent of the batch; else what it saw. See engine.probe."""
+
+
+class Submit(Struct, frozen=True, tag=True):
+    request: GroupRequest
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    request: GroupRequest
+
+
+class Completed(Struct, frozen=True, tag=True):
+    completion: Completion
+
+
+class TrainerReady(Struct, frozen=True, tag=True):
+    num_parameters: int
+
+
+class Accumulate(Struct, frozen=True, tag=True):
+    microbatch: MicroBatch
+
+
+class Accumulated(Struct, frozen=True, tag=True):
+    index: int
+    began_s: float
+    """On the machine's monotonic clock, for the trace."""
+    ended_s: float
+
+
+class Step(Struct, frozen=True, tag=True):
+    totals: UpdateTotals
+
+
+class Stepped(Struct, frozen=True, tag=True):
+    report: UpdateReport
+    began_s: float
+    ended_s: float
+
+
+class TakeSnapshot(Struct, frozen=True, tag=True):
+    version: int
+
+
+class SnapshotTaken(Struct, frozen=True, tag=True):
+    """The attached memory holds the weights."""
+
+    version: int
+    digest: str
+    num_bytes: int
+
+
+class Export(Struct, frozen=True, tag=True):
+    directory: str
+
+
+class Exported(Struct, frozen=True, tag=True):
+    directory: str
+
+
+class ScoreSettings(Struct, frozen=True, kw_only=True):
+    """What a reward worker starts with."""
+
+    paths: tuple[str, ...]
+    """`file.py:function` or `package.module:function`, one per reward function."""
+
+
+class ScorerReady(Struct, frozen=True, tag=True):
+    pass
+
+
+class ScoreCall(Struct, frozen=True, tag=True):
+    """Call reward function number `function` on n completions. Every list, each column included, has n entries."""
+
+    call: int
+    function: int
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[tuple[int, ...]]
+    columns: dict[str, list[Any]]
+
+
+class ScoreResult(Struct, frozen=True, tag=True):
+    call: int
+    rewards: list[float | None]
+    error: str | None = None
+    """Set if the call as a whole failed: it raised, or returned something that is not n numbers."""
+
+
+ToGenerator = Stage | Activate | Submit | Cancel
+FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed
+ToTrainer = Accumulate | Step | TakeSnapshot | Export
+FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | Exported
+ToScorer = ScoreCall
+FromScorer = ScorerReady | Failed | ScoreResult

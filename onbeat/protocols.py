@@ -1,0 +1,155 @@
+"""The roles, as the loop sees them. Each is small enough to be faked in ten lines of a test.
+
+The controller owns one of each kind of handle; behind a handle there is a process, a server, an actor or a fake.
+Nothing here says where the work is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from msgspec import Struct
+
+from onbeat.types import Completion, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
+
+M_co = TypeVar("M_co", covariant=True)
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """One version of the weights, written once and never changed: what every generator of a period loads."""
+
+    version: int
+    digest: str
+    num_bytes: int
+    handle: Any
+    """How to reach the bytes: a file descriptor for the memory channel; other channels put their own here."""
+
+
+class GeneratorEvents(Protocol):
+    """Where a generator handle reports to (the pool). Called on the controller's loop; must not block."""
+
+    def completed(self, worker: str, completion: Completion) -> None: ...
+    def lost(self, worker: str, error: Exception) -> None: ...
+
+
+class Generator(Protocol):
+    """Samples completions. Takes whole groups while it has rows free; reports each completion as it finishes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def capacity(self) -> int:
+        """How many sequences it decodes at once."""
+        ...
+
+    def attach(self, events: GeneratorEvents) -> None: ...
+    def submit(self, request: GroupRequest) -> None: ...
+    def cancel(self, request: GroupRequest) -> None: ...
+    async def stage(self, snapshot: Snapshot) -> None:
+        """Take the snapshot and verify its digest; serve the old version still. Raises if it does not verify."""
+        ...
+
+    async def activate(self, version: int) -> None:
+        """Serve the staged version from now on."""
+        ...
+
+
+class GeneratorPool(Protocol):
+    """The generators of a run, as a weight channel sees them."""
+
+    last_loss: Exception | None
+
+    @property
+    def generators(self) -> list[Generator]: ...
+    def serves(self, worker: str, version: int) -> None: ...
+    def lost(self, worker: str, error: Exception) -> None: ...
+
+
+class Scorer(Protocol):
+    """Rewards of one group's completions. Never raises for a bad reward: that makes an unscorable rollout."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Rollout, ...]: ...
+
+
+class UpdateReport(Struct, frozen=True, kw_only=True):
+    """What one optimizer step was. A mean over nothing is None, never 0."""
+
+    loss: float | None
+    grad_norm: float
+    learning_rate: float
+    stepped: bool
+    """False if a loss or a gradient was not finite: the step was skipped."""
+    entropy: float | None
+    kl: float | None
+    clip_share: float | None
+    gap_mean: float | None
+    """Mean |sampler - policy| log-probability over the trained tokens."""
+    gap_max: float | None
+    num_trained_tokens: int
+
+
+class Trainer(Protocol):
+    """Accumulates gradients and steps. Both may return before the work is done; `step` reports when it is."""
+
+    async def accumulate(self, microbatch: MicroBatch) -> None: ...
+    async def step(self, totals: UpdateTotals) -> UpdateReport: ...
+    async def snapshot(self, version: int) -> Snapshot:
+        """Write the weights once, as `version`. Whoever holds the snapshot may read it at any time."""
+        ...
+
+    async def export(self, directory: str) -> None:
+        """Write the model in Hugging Face format."""
+        ...
+
+
+class WeightChannel(Protocol):
+    """Brings a version to every generator, in two phases: stage and verify everywhere, then activate."""
+
+    async def publish(self, snapshot: Snapshot) -> None: ...
+
+
+class Connection(Protocol[M_co]):
+    """Typed messages to and from one worker (see wire.py)."""
+
+    def send(self, message: Struct, fds: list[int] | None = None) -> None: ...
+    def messages(self) -> AsyncIterator[M_co]: ...
+    def take_fd(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class Child(Protocol[M_co]):
+    """A worker process, seen from the controller."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def connection(self) -> Connection[M_co]: ...
+
+    def kill(self) -> None:
+        """Kill it and everything it started; returns at once."""
+        ...
+
+    async def exited(self) -> int:
+        """The exit status, once it has ended: the code, or minus the signal."""
+        ...
+
+    def log_tail(self) -> str:
+        """The last lines it wrote."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers somewhere. Local processes now (cluster/local.py), a cluster by the same interface."""
+
+    async def spawn(
+        self, *, name: str, entry: str, settings: Struct, receives: object, uses_torch: bool
+    ) -> Child[Any]:
+        """A worker running `entry` ("module:function"). `receives` is the union of messages it may send us."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker and wait until they are gone."""
+        ...

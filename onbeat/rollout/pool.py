@@ -1,0 +1,249 @@
+"""The pool: groups go to whichever generator has room, in slot order, and come back as they complete.
+
+              submit                         request (whole group)
+    Harvest ─────────▶ waiting (heap) ──dispatch──▶ Generator (capacity rows)
+       ▲                    ▲                            │
+       │                    └── missing samples ◀── lost │ completed (one per sample)
+       └── a whole group ◀── dedupe, version check ◀─────┘
+
+All of it is plain state on one asyncio loop: no task and no lock of its own. Every event (submit, completed, lost,
+a generator serving a new version) ends in `_dispatch`, which hands out what now fits.
+
+Who waits for whom: a harvest's reader waits for groups; nobody else waits. What bounds the queues: `waiting` by the
+prompts of the open periods; a generator's inbox by its rows, since a group is sent only when the rows it needs are
+free. Strictly the lowest slot first: if it fits nowhere, nothing overtakes it.
+
+When a generator dies, samples it has not delivered are sent again, from their first token, to another; samples it
+delivered are kept. When it speaks twice or late, the message is dropped and counted. When it answers from another
+version of the weights, that is a StaleRolloutError, and the run stops. When none is left, NoGeneratorsError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
+from onbeat.protocols import Generator
+from onbeat.types import Completion, GroupRequest, Stream
+
+HarvestKey = tuple[Stream, int]
+JobKey = tuple[Stream, int, int]
+"""(stream, period, slot)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpan:
+    """When a generator worked on a group, for the trace."""
+
+    worker: str
+    stream: Stream
+    period: int
+    slot: int
+    began_s: float
+    ended_s: float
+
+
+@dataclass(slots=True)
+class PoolCounts:
+    """What was dropped or done again; part of the metrics."""
+
+    duplicate: int = 0
+    late: int = 0
+    resent: int = 0
+    lost_workers: int = 0
+
+
+@dataclass(slots=True)
+class _Job:
+    request: GroupRequest
+    received: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(sample for sample in self.request.samples if sample not in self.received)
+
+
+@dataclass(slots=True)
+class _Member:
+    generator: Generator
+    free: int
+    """Rows not promised to any group."""
+    serves: int | None = None
+    """The verified version it may serve."""
+    outstanding: dict[JobKey, set[int]] = field(default_factory=dict)
+    began_s: dict[JobKey, float] = field(default_factory=dict)
+
+    def has_room_for(self, num_samples: int) -> bool:
+        """A group larger than the generator is taken when it is empty; the engine then works through it."""
+        return self.free >= min(num_samples, self.generator.capacity)
+
+
+class Harvest:
+    """The groups of one period (or one evaluation): submit requests, take complete groups."""
+
+    def __init__(self, pool: Pool, stream: Stream, period: int) -> None:
+        self._pool = pool
+        self.stream = stream
+        self.period = period
+        self.ready: asyncio.Queue[tuple[Completion, ...] | Exception] = asyncio.Queue()
+
+    def submit(self, request: GroupRequest) -> None:
+        self._pool.submit(request)
+
+    async def next(self) -> tuple[Completion, ...]:
+        """The next complete group, in order of its samples. Raises what went wrong."""
+        result = await self.ready.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Forget what is still out; answers that come later are late."""
+        self._pool.close(self)
+
+
+class Pool:
+    def __init__(self, on_group: Callable[[GroupSpan], None] = lambda span: None) -> None:
+        self._members: dict[str, _Member] = {}
+        self._jobs: dict[JobKey, _Job] = {}
+        self._waiting: list[tuple[int, int, int, GroupRequest]] = []
+        self._harvests: dict[HarvestKey, Harvest] = {}
+        self._on_group = on_group
+        self.counts = PoolCounts()
+        self.last_loss: Exception | None = None
+
+    # -- generators ------------------------------------------------------------------------------------------
+
+    @property
+    def generators(self) -> list[Generator]:
+        return [member.generator for member in self._members.values()]
+
+    def add(self, generator: Generator) -> None:
+        """A generator joins. It gets no work before `serves` says what it may serve."""
+        self._members[generator.name] = _Member(generator, free=generator.capacity)
+        generator.attach(self)
+
+    def serves(self, worker: str, version: int) -> None:
+        """The generator has loaded and verified `version` (R4)."""
+        if member := self._members.get(worker):
+            member.serves = version
+            self._dispatch()
+
+    def lost(self, worker: str, error: Exception) -> None:
+        """The generator is gone: what it owes is sent to others."""
+        member = self._members.pop(worker, None)
+        if member is None:
+            return
+        self.counts.lost_workers += 1
+        self.last_loss = error
+        for key, owed in member.outstanding.items():
+            if job := self._jobs.get(key):
+                samples = tuple(sample for sample in job.missing if sample in owed)
+                self.counts.resent += len(samples)
+                self._queue(msgspec.structs.replace(job.request, samples=samples))
+        self._dispatch()
+        if not self._members and self._jobs:
+            for harvest in self._harvests.values():
+                harvest.ready.put_nowait(NoGeneratorsError(f"no generator is left; the last one: {error}"))
+
+    # -- work ------------------------------------------------------------------------------------------------
+
+    def open(self, stream: Stream, period: int) -> Harvest:
+        """Begin a period. Some generator must hold its weights."""
+        if not any(member.serves == period for member in self._members.values()):
+            holding = {name: member.serves for name, member in self._members.items()}
+            raise UnverifiedWeightsError(f"no generator serves version {period}; they serve {holding}", period=period)
+        harvest = Harvest(self, stream, period)
+        self._harvests[stream, period] = harvest
+        return harvest
+
+    def close(self, harvest: Harvest) -> None:
+        self._harvests.pop((harvest.stream, harvest.period), None)
+        for key in [key for key in self._jobs if key[:2] == (harvest.stream, harvest.period)]:
+            request = self._jobs.pop(key).request
+            for member in self._members.values():
+                if owed := member.outstanding.pop(key, None):
+                    member.free += len(owed)
+                    del member.began_s[key]
+                    member.generator.cancel(request)
+        self._waiting = [item for item in self._waiting if _key(item[-1]) in self._jobs]
+        heapq.heapify(self._waiting)
+
+    def submit(self, request: GroupRequest) -> None:
+        self._jobs[_key(request)] = _Job(request)
+        self._queue(request)
+        self._dispatch()
+
+    def completed(self, worker: str, completion: Completion) -> None:
+        """The pool's edge: each sample passes once, from a member, for an open period, in the right version."""
+        key = _key(completion)
+        if member := self._members.get(worker):
+            self._settle(member, key, completion.sample)
+        harvest = self._harvests.get(key[:2])
+        if harvest is None:
+            self.counts.late += 1
+            return
+        job = self._jobs.get(key)
+        if job is None or completion.sample not in job.missing:
+            self.counts.duplicate += 1
+        elif completion.version != completion.period:
+            harvest.ready.put_nowait(
+                StaleRolloutError(
+                    f"sample {completion.sample} was sampled from version {completion.version}",
+                    period=completion.period,
+                    slot=completion.slot,
+                    worker=worker,
+                )
+            )
+        else:
+            job.received[completion.sample] = completion
+            if not job.missing:
+                del self._jobs[key]
+                harvest.ready.put_nowait(tuple(job.received[sample] for sample in sorted(job.received)))
+        self._dispatch()
+
+    def _settle(self, member: _Member, key: JobKey, sample: int) -> None:
+        """The generator has a row free again."""
+        samples = member.outstanding.get(key, set())
+        if sample not in samples:
+            return
+        samples.remove(sample)
+        member.free += 1
+        if not samples:
+            del member.outstanding[key]
+            began_s, ended_s = member.began_s.pop(key), asyncio.get_running_loop().time()
+            stream, period, slot = key
+            name = member.generator.name
+            self._on_group(
+                GroupSpan(worker=name, stream=stream, period=period, slot=slot, began_s=began_s, ended_s=ended_s)
+            )
+
+    def _queue(self, request: GroupRequest) -> None:
+        """Training before evaluation, then the order of slots."""
+        heapq.heappush(self._waiting, (request.stream != "train", request.slot, id(request), request))
+
+    def _dispatch(self) -> None:
+        while self._waiting:
+            request = self._waiting[0][-1]
+            candidates = [
+                member
+                for member in self._members.values()
+                if member.serves == request.period and member.has_room_for(len(request.samples))
+            ]
+            if not candidates:
+                return
+            heapq.heappop(self._waiting)
+            member = max(candidates, key=lambda candidate: candidate.free)
+            member.outstanding.setdefault(_key(request), set()).update(request.samples)
+            member.free -= len(request.samples)
+            member.began_s.setdefault(_key(request), asyncio.get_running_loop().time())
+            member.generator.submit(request)
+
+
+def _key(message: GroupRequest | Completion) -> JobKey:
+    return message.stream, message.period, message.slot

@@ -1,0 +1,96 @@
+"""A generator process: an engine, a channel, and the two-phase loading of weights.
+
+The loop waits for messages only when the engine has nothing to do; between two decode steps it takes what has come.
+A group asked for in a version that is not the active one is refused: the process says so and ends (R4).
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+import torch
+
+from onbeat.config import Config
+from onbeat.device import load_model, set_threads
+from onbeat.messages import (
+    Activate,
+    Activated,
+    Cancel,
+    Completed,
+    Failed,
+    GeneratorReady,
+    Stage,
+    Staged,
+    Submit,
+    ToGenerator,
+    WorkerSettings,
+)
+from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.weights.snapshot import Mapped
+from onbeat.wire import Channel
+
+
+class GeneratorWorker:
+    def __init__(self, channel: Channel[ToGenerator], model: Any, capacity: int) -> None:
+        self._channel = channel
+        self._model = model
+        self._targets = dict(model.named_parameters())
+        self._engine = Engine(model, capacity)
+        self._staged: tuple[int, Mapped] | None = None
+        self._row_variance: str | None = None
+        self._probed = False
+
+    def run(self) -> None:
+        while True:
+            while self._engine.idle or self._channel.poll():
+                message = self._channel.recv()
+                if message is None:
+                    return
+                self._handle(message)
+            for completion in self._engine.step():
+                self._channel.send(Completed(completion))
+
+    def _handle(self, message: ToGenerator) -> None:
+        match message:
+            case Submit(request=request):
+                if request.period != self._engine.version:
+                    raise RuntimeError(f"asked for version {request.period} while serving {self._engine.version}")
+                self._engine.add(request)
+            case Cancel(request=request):
+                self._engine.cancel(request)
+            case Stage(version=version, num_bytes=num_bytes):
+                self._staged = (version, Mapped(self._channel.take_fd(), num_bytes))
+                self._channel.send(Staged(version, self._staged[1].digest()))
+            case Activate(version=version):
+                self._activate(version)
+                self._channel.send(Activated(version, self._row_variance))
+
+    @torch.no_grad()
+    def _activate(self, version: int) -> None:
+        if self._staged is None or self._staged[0] != version:
+            raise RuntimeError(f"asked to activate version {version}, which is not staged")
+        mapped = self._staged[1]
+        mapped.load_into(self._targets)
+        mapped.close()
+        self._staged = None
+        self._engine.version = version
+        if not self._probed:
+            self._row_variance = probe_row_invariance(self._model)
+            self._probed = True
+
+
+def main(sock: socket.socket, settings_bytes: bytes) -> None:
+    settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
+    channel: Channel[ToGenerator] = Channel(sock, ToGenerator)
+    try:
+        config = Config.model_validate_json(settings.config)
+        set_threads(config.generator.threads)
+        capacity = max(config.generator.max_sequences, config.algorithm.group_size)
+        worker = GeneratorWorker(channel, load_model(settings.model_dir), capacity)
+        channel.send(GeneratorReady(capacity))
+        worker.run()
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        raise

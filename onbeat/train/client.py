@@ -1,0 +1,131 @@
+"""The controller's handle of the trainer process (worker.py). No torch.
+
+    accumulate ──▶ at most WINDOW micro-batches in the child ──▶ Accumulated
+    step, snapshot, export ──▶ answered in order, after everything before them
+
+The window is 2: one being computed and one in the socket, so that the child never waits for us. `accumulate` waits
+when it is full; that is all that holds the loop back. If the child dies, whoever waits, and every later call, gets
+the same WorkerError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from msgspec import Struct
+
+from onbeat.errors import WorkerError
+from onbeat.messages import (
+    Accumulate,
+    Accumulated,
+    Export,
+    Exported,
+    Failed,
+    FromTrainer,
+    SnapshotTaken,
+    Step,
+    Stepped,
+    TakeSnapshot,
+    TrainerReady,
+    WorkerSettings,
+)
+from onbeat.protocols import Child, Launcher, Snapshot, UpdateReport
+from onbeat.types import MicroBatch, UpdateTotals
+
+WINDOW = 2
+R = TypeVar("R", Accumulated, Stepped, SnapshotTaken, Exported)
+Answer = Accumulated | Stepped | SnapshotTaken | Exported
+OnSpan = Callable[[str, float, float], None]
+"""(what, began_s, ended_s)"""
+
+
+class TrainerClient:
+    def __init__(self, child: Child[FromTrainer], on_span: OnSpan) -> None:
+        self._child = child
+        self._on_span = on_span
+        self._pending: deque[asyncio.Future[Answer]] = deque()
+        self._window = asyncio.Semaphore(WINDOW)
+        self._failure: WorkerError | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, launcher: Launcher, settings: WorkerSettings, on_span: OnSpan) -> TrainerClient:
+        child: Child[FromTrainer] = await launcher.spawn(
+            name=settings.name,
+            entry="onbeat.train.worker:main",
+            settings=settings,
+            receives=FromTrainer,
+            uses_torch=True,
+        )
+        async for message in child.connection.messages():
+            match message:
+                case TrainerReady():
+                    return cls(child, on_span)
+                case Failed(reason=reason):
+                    raise WorkerError(f"{child.name} cannot start: {reason}")
+                case _:
+                    raise WorkerError(f"{child.name} began with a {type(message).__name__}")
+        raise WorkerError(f"{child.name} died while starting (status {await child.exited()})", child.log_tail())
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def accumulate(self, microbatch: MicroBatch) -> None:
+        if not microbatch.groups:
+            return
+        await self._window.acquire()
+        self._send(Accumulate(microbatch)).add_done_callback(self._accumulated)
+
+    def _accumulated(self, answer: asyncio.Future[Answer]) -> None:
+        self._window.release()
+        if answer.exception() is None and isinstance(done := answer.result(), Accumulated):
+            self._on_span(f"micro-batch {done.index}", done.began_s, done.ended_s)
+
+    async def step(self, totals: UpdateTotals) -> UpdateReport:
+        stepped = await self._ask(Step(totals), Stepped)
+        self._on_span("optimizer step", stepped.began_s, stepped.ended_s)
+        return stepped.report
+
+    async def snapshot(self, version: int) -> Snapshot:
+        taken = await self._ask(TakeSnapshot(version), SnapshotTaken)
+        handle = self._child.connection.take_fd()
+        return Snapshot(version=taken.version, digest=taken.digest, num_bytes=taken.num_bytes, handle=handle)
+
+    async def export(self, directory: str) -> None:
+        await self._ask(Export(directory), Exported)
+
+    async def _ask(self, order: Struct, answer: type[R]) -> R:
+        reply = await self._send(order)
+        if not isinstance(reply, answer):
+            raise WorkerError(f"{self._child.name} answered {type(order).__name__} with {type(reply).__name__}")
+        return reply
+
+    def _send(self, order: Struct) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self._failure is not None:
+            answer.set_exception(self._failure)
+        else:
+            self._pending.append(answer)
+            self._child.connection.send(order)
+        return answer
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._child.connection.messages():
+                match message:
+                    case Failed(reason=reason):
+                        raise WorkerError(f"{self._child.name}: {reason}")
+                    case TrainerReady():
+                        raise WorkerError(f"{self._child.name} started twice")
+                    case _:
+                        self._pending.popleft().set_result(message)
+            status = await self._child.exited()
+            raise WorkerError(f"{self._child.name} died (status {status})", self._child.log_tail())
+        except WorkerError as error:
+            self._failure = error
+            while self._pending:
+                self._pending.popleft().set_exception(error)

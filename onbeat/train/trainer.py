@@ -1,0 +1,157 @@
+"""The trainer: accumulate gradients group by group, step when told.
+
+Gradients are sums over groups; the division by the update's denominator comes at the step, when it is known (R3).
+Nothing here knows whether the groups came one after another or all at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from onbeat.batch.layout import PlainLayout
+from onbeat.config import Config, TrainerConfig
+from onbeat.protocols import UpdateReport
+from onbeat.train.losses import denominator, grpo_token_loss, token_weights
+from onbeat.train.tri_model import TriModel
+from onbeat.types import MicroBatch, UpdateTotals
+from onbeat.weights import snapshot
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the report of an update is made of, summed over its trained tokens."""
+
+    loss: float = 0.0
+    kl: float | None = None
+    clipped: float = 0.0
+    entropy: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    num_tokens: int = 0
+
+
+class GrpoTrainer:
+    def __init__(self, config: Config, model_dir: str) -> None:
+        self._algorithm = config.algorithm
+        self._settings = config.trainer
+        self._max_new_tokens = config.sampling.max_new_tokens
+        self._num_updates = config.num_updates
+        self._models = TriModel(
+            model_dir,
+            temperature=config.sampling.temperature,
+            needs_old=config.schedule.updates_per_period > 1,
+            needs_reference=config.algorithm.beta > 0,
+            checkpointing=config.trainer.gradient_checkpointing,
+        )
+        self.model = self._models.policy
+        self._optimizer = build_optimizer(self.model, config.trainer)
+        self._update = 0
+        self._sums = _Sums()
+
+    def accumulate(self, microbatch: MicroBatch) -> None:
+        """Forward and backward over the micro-batch; the gradient is added to what is there."""
+        layout = PlainLayout.of(microbatch.groups)
+        logprobs = self._models.logprobs(layout)
+        algorithm = self._algorithm
+        token_loss = grpo_token_loss(
+            logprobs.policy_T,
+            logprobs.old_T,
+            logprobs.ref_T,
+            layout.advantage_T,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            beta=algorithm.beta,
+        )
+        weights_T = token_weights(layout.length_T, algorithm.loss_mean, self._max_new_tokens)
+        loss = (token_loss.loss_T * weights_T).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums = self._sums
+        gap_T = (logprobs.policy_T.detach() - layout.sampler_logprobs_T).abs()
+        sums.loss += loss.item()
+        sums.clipped += token_loss.clipped_T.sum().item()
+        sums.entropy += logprobs.entropy_T.sum().item()
+        sums.gap += gap_T.sum().item()
+        sums.gap_max = max(sums.gap_max, gap_T.max().item())
+        sums.num_tokens += len(gap_T)
+        if token_loss.kl_T is not None:
+            sums.kl = (sums.kl or 0.0) + token_loss.kl_T.sum().item()
+
+    @torch.no_grad()
+    def step(self, totals: UpdateTotals) -> UpdateReport:
+        """Divide, clip, move the weights. Every parameter has a gradient, zero if need be: AdamW skips None."""
+        divisor = denominator(totals, self._algorithm.loss_mean)
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad /= divisor
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
+        rate = learning_rate(self._update, self._num_updates, self._settings)
+        finite = math.isfinite(norm) and math.isfinite(self._sums.loss)
+        if finite:
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._models.before_step()
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._update += 1
+        report = self._report(divisor, norm, rate, stepped=finite)
+        self._sums = _Sums()
+        return report
+
+    def _report(self, divisor: int, norm: float, rate: float, *, stepped: bool) -> UpdateReport:
+        sums = self._sums
+
+        def mean(value: float | None) -> float | None:
+            return value / sums.num_tokens if value is not None and sums.num_tokens else None
+
+        return UpdateReport(
+            loss=sums.loss / divisor if sums.num_tokens else None,
+            grad_norm=norm,
+            learning_rate=rate,
+            stepped=stepped,
+            entropy=mean(sums.entropy),
+            kl=mean(sums.kl),
+            clip_share=mean(sums.clipped),
+            gap_mean=mean(sums.gap),
+            gap_max=sums.gap_max if sums.num_tokens else None,
+            num_trained_tokens=sums.num_tokens,
+        )
+
+    def snapshot(self) -> tuple[int, int, str]:
+        """The weights in sealed memory: (descriptor, size, digest). Opens a period."""
+        self._models.open_period()
+        return snapshot.write(self.model.named_parameters())
+
+    def export(self, directory: Path) -> None:
+        """The model in Hugging Face format."""
+        self.model.save_pretrained(directory)
+
+
+def build_optimizer(model: torch.nn.Module, settings: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW with decay on matrices alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+def learning_rate(update: int, num_updates: int, settings: TrainerConfig) -> float:
+    """Of the update-th optimizer step, counted from 0: linear warm-up, then the schedule down to 0 at the end."""
+    peak, warmup = settings.learning_rate, settings.warmup_updates
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    progress = (update - warmup) / max(1, num_updates - warmup)
+    match settings.lr_schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * max(0.0, 1.0 - progress)
+        case "cosine":
+            return peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
