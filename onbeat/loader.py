@@ -34,7 +34,7 @@ from onbeat.batch.pack import Packer
 from onbeat.errors import OnbeatError
 from onbeat.group.assemble import train_group
 from onbeat.ledger import Ledger
-from onbeat.protocols import Scorer
+from onbeat.protocols import Scorer, Tracer, no_trace
 from onbeat.rollout.pool import Pool
 from onbeat.types import (
     Completion,
@@ -64,11 +64,14 @@ class LoaderSettings:
 
 
 class PeriodicLoader:
-    def __init__(self, settings: LoaderSettings, pool: Pool, scorer: Scorer, ledger: Ledger) -> None:
+    def __init__(
+        self, settings: LoaderSettings, pool: Pool, scorer: Scorer, ledger: Ledger, trace: Tracer = no_trace
+    ) -> None:
         self.settings = settings
         self.pool = pool
         self.scorer = scorer
         self.ledger = ledger
+        self.trace = trace
         self._loop = asyncio.get_running_loop()
 
     def period(self, version: int, prompts: Sequence[Prompt]) -> Period:
@@ -106,6 +109,7 @@ class _Scored:
 
     def __init__(self, loader: PeriodicLoader, stream: Stream, version: int) -> None:
         self._scorer = loader.scorer
+        self._trace = loader.trace
         self._harvest = loader.pool.open(stream, version)
         self._prompts: list[Prompt] = []
         self._arrivals: asyncio.Queue[Group | Exception] = asyncio.Queue()
@@ -147,11 +151,14 @@ class _Scored:
 
     async def _score(self, completions: tuple[Completion, ...]) -> None:
         slot = completions[0].slot
+        began_s = asyncio.get_running_loop().time()
         try:
             rollouts = await self._scorer.score(self._prompts[slot], completions)
         except Exception as error:
             self._arrivals.put_nowait(error)
         else:
+            name = f"{self._harvest.stream} {self._harvest.period}.{slot}"
+            self._trace("scorer", name, began_s, asyncio.get_running_loop().time())
             self._arrivals.put_nowait(Group(slot=slot, prompt=self._prompts[slot], rollouts=rollouts))
 
     async def close(self) -> None:
@@ -185,6 +192,10 @@ class Period:
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Send further prompts in the middle of the period; they take the next slots, in the last update."""
         self._scored.submit(prompts, self._settings.group_size, self._settings.sampling)
+
+    def in_slot_order(self) -> list[Group]:
+        """The groups that have arrived so far."""
+        return [self.groups[slot] for slot in sorted(self.groups)]
 
     def __aiter__(self) -> AsyncIterator[MicroBatch]:
         return self._microbatches()

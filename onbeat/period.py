@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from onbeat.loader import Period, PeriodicLoader
+from onbeat.loader import PeriodicLoader
 from onbeat.protocols import Trainer, UpdateReport, WeightChannel
 from onbeat.types import Group, Prompt
 
@@ -26,7 +26,9 @@ class Observer(Protocol):
 
     def publishing(self, version: int) -> None: ...
     def published(self, version: int) -> None: ...
-    def period_closed(self, version: int, period: Period, reports: list[UpdateReport]) -> None: ...
+    def period_closed(
+        self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport]
+    ) -> None: ...
     def evaluated(self, version: int, groups: list[Group]) -> None: ...
 
 
@@ -65,4 +67,4 @@ async def train(
             await trainer.accumulate(microbatch)
             if microbatch.closes is not None:
                 reports.append(await trainer.step(microbatch.closes))
-        observer.period_closed(version, period, reports)
+        observer.period_closed(version, period.in_slot_order(), period.num_elided, reports)

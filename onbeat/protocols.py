@@ -26,6 +26,16 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """How to reach the bytes: a file descriptor for the memory channel; other channels put their own here."""
 
 
+class Tracer(Protocol):
+    """Told what was done when. Times are seconds of the machine's monotonic clock, which all processes share."""
+
+    def __call__(self, lane: str, name: str, began_s: float, ended_s: float) -> None: ...
+
+
+def no_trace(lane: str, name: str, began_s: float, ended_s: float) -> None:
+    """A tracer that forgets."""
+
+
 class GeneratorEvents(Protocol):
     """Where a generator handle reports to (the pool). Called on the controller's loop; must not block."""
 

@@ -1,11 +1,11 @@
-"""Learning to carry: two-digit addition with a model of 105 000 parameters, on one core, in a minute or so.
+"""Learning to carry: two-digit addition with a model of 105 000 parameters, small enough for one core.
 
 The task. A prompt is `17+25=`, a completion the digits of the sum and the end token, the reward 1 for the right
 sum and 0 for everything else. Both operands have two digits. Three rows in four need a carry from the ones.
 
-The start. `make_model` trains a small Llama from scratch on written answers of a pupil who is careless: in 65 of
-100 answers the carry is forgotten (17+25=32). What comes out writes well-formed answers, knows the digits fairly
-well and forgets the carry more often than not: taken greedily it solves about a third of the held-out problems.
+The start. `make_model` trains a small Llama from scratch, briefly, on the answers of a careless pupil: of 100 sums
+that need a carry, 65 are written without it (17+25=32). What comes out writes well-formed answers, knows the digits
+fairly well and forgets the carry more often than not: greedily it solves about 30 % of the held-out problems.
 
 What is left to learn from the reward alone: to carry, and to be surer of the digits. It has to hold for prompts
 that neither the warm start nor the training has seen: held-out and training rows share no prompt (`17+25=` and
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NUM_HELD_OUT = 200
 CORRECT_SHARE = 0.35
 """Of the warm start's answers to problems with a carry. Below one half, so that the greedy answer forgets it; far
-enough above 0 that a group of 8 samples nearly always holds both outcomes, which is what GRPO learns from."""
+enough above 0 that most groups of 8 samples hold both outcomes, which is what GRPO learns from."""
 
 SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")
 EOS_ID, PAD_ID = 0, 1
@@ -138,7 +138,7 @@ def _untrained_model() -> LlamaForCausalLM:
         head_dim=32,
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        # So narrow a model starts too close to zero with the usual 0.02, and learns at half the speed.
+        # The usual 0.02 is meant for wider models: so narrow a one then learns less in the same steps.
         initializer_range=0.1,
         tie_word_embeddings=False,
         bos_token_id=None,

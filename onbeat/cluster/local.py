@@ -27,7 +27,7 @@ from onbeat.wire import Connection
 
 M = TypeVar("M")
 
-_TORCH_PRELOAD = ("onbeat.train.worker", "onbeat.rollout.worker")
+_TORCH_PRELOAD = ("onbeat.train.worker", "onbeat.rollout.worker", "onbeat.model_source")
 _LOG_TAIL_LINES = 20
 
 EXACT_ENVIRONMENT = {

@@ -133,7 +133,7 @@ def judged(
     ]
     rewards = tuple(None if isinstance(outcome, CallError) else outcome for outcome in outcomes)
     terms = [f.weight * reward for f, reward in zip(functions, rewards, strict=True) if reward is not None]
-    total = math.fsum(terms) if all(map(math.isfinite, terms)) else math.inf
+    total = sum(terms)
     if not problems and not terms:
         names = ", ".join(function.path for function in functions)
         problems.append(f"No reward function applies: None came back from {names}.")

@@ -22,30 +22,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
-from onbeat.protocols import Generator
+from onbeat.protocols import Generator, Tracer, no_trace
 from onbeat.types import Completion, GroupRequest, Stream
 
 HarvestKey = tuple[Stream, int]
 JobKey = tuple[Stream, int, int]
 """(stream, period, slot)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpan:
-    """When a generator worked on a group, for the trace."""
-
-    worker: str
-    stream: Stream
-    period: int
-    slot: int
-    began_s: float
-    ended_s: float
 
 
 @dataclass(slots=True)
@@ -108,12 +95,12 @@ class Harvest:
 
 
 class Pool:
-    def __init__(self, on_group: Callable[[GroupSpan], None] = lambda span: None) -> None:
+    def __init__(self, trace: Tracer = no_trace) -> None:
         self._members: dict[str, _Member] = {}
         self._jobs: dict[JobKey, _Job] = {}
         self._waiting: list[tuple[int, int, int, GroupRequest]] = []
         self._harvests: dict[HarvestKey, Harvest] = {}
-        self._on_group = on_group
+        self._trace = trace
         self.counts = PoolCounts()
         self.last_loss: Exception | None = None
 
@@ -216,12 +203,9 @@ class Pool:
         member.free += 1
         if not samples:
             del member.outstanding[key]
-            began_s, ended_s = member.began_s.pop(key), asyncio.get_running_loop().time()
             stream, period, slot = key
-            name = member.generator.name
-            self._on_group(
-                GroupSpan(worker=name, stream=stream, period=period, slot=slot, began_s=began_s, ended_s=ended_s)
-            )
+            name = f"{stream} {period}.{slot}"
+            self._trace(member.generator.name, name, member.began_s.pop(key), asyncio.get_running_loop().time())
 
     def _queue(self, request: GroupRequest) -> None:
         """Training before evaluation, then the order of slots."""

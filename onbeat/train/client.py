@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import TypeVar
 
 from msgspec import Struct
@@ -32,27 +31,25 @@ from onbeat.messages import (
     TrainerReady,
     WorkerSettings,
 )
-from onbeat.protocols import Child, Launcher, Snapshot, UpdateReport
+from onbeat.protocols import Child, Launcher, Snapshot, Tracer, UpdateReport
 from onbeat.types import MicroBatch, UpdateTotals
 
 WINDOW = 2
 R = TypeVar("R", Accumulated, Stepped, SnapshotTaken, Exported)
 Answer = Accumulated | Stepped | SnapshotTaken | Exported
-OnSpan = Callable[[str, float, float], None]
-"""(what, began_s, ended_s)"""
 
 
 class TrainerClient:
-    def __init__(self, child: Child[FromTrainer], on_span: OnSpan) -> None:
+    def __init__(self, child: Child[FromTrainer], trace: Tracer) -> None:
         self._child = child
-        self._on_span = on_span
+        self._trace = trace
         self._pending: deque[asyncio.Future[Answer]] = deque()
         self._window = asyncio.Semaphore(WINDOW)
         self._failure: WorkerError | None = None
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, launcher: Launcher, settings: WorkerSettings, on_span: OnSpan) -> TrainerClient:
+    async def start(cls, launcher: Launcher, settings: WorkerSettings, trace: Tracer) -> TrainerClient:
         child: Child[FromTrainer] = await launcher.spawn(
             name=settings.name,
             entry="onbeat.train.worker:main",
@@ -63,7 +60,7 @@ class TrainerClient:
         async for message in child.connection.messages():
             match message:
                 case TrainerReady():
-                    return cls(child, on_span)
+                    return cls(child, trace)
                 case Failed(reason=reason):
                     raise WorkerError(f"{child.name} cannot start: {reason}")
                 case _:
@@ -83,11 +80,11 @@ class TrainerClient:
     def _accumulated(self, answer: asyncio.Future[Answer]) -> None:
         self._window.release()
         if answer.exception() is None and isinstance(done := answer.result(), Accumulated):
-            self._on_span(f"micro-batch {done.index}", done.began_s, done.ended_s)
+            self._trace(self._child.name, f"micro-batch {done.index}", done.began_s, done.ended_s)
 
     async def step(self, totals: UpdateTotals) -> UpdateReport:
         stepped = await self._ask(Step(totals), Stepped)
-        self._on_span("optimizer step", stepped.began_s, stepped.ended_s)
+        self._trace(self._child.name, "optimizer step", stepped.began_s, stepped.ended_s)
         return stepped.report
 
     async def snapshot(self, version: int) -> Snapshot:

@@ -1,0 +1,136 @@
+"""The command line. Imports what a command needs when the command is known: `--help` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from onbeat.errors import ConfigError, OnbeatError
+
+if TYPE_CHECKING:
+    from onbeat.config import Config
+    from onbeat.controller import TrainResult
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `onbeat`. Returns the exit code (errors.py lists them)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    try:
+        if arguments.command == "train":
+            return _train(arguments, rest)
+        return _config(rest)
+    except OnbeatError as error:
+        print(f"onbeat: {error}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("onbeat: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="onbeat",
+        description="On-policy reinforcement learning of language models: generation and training at the same time.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser(
+        "train",
+        help="train by one or more recipes",
+        description="Train by TOML recipes, composed left to right; any key may be set with --section.key VALUE.",
+    )
+    train.add_argument("recipes", nargs="+", metavar="RECIPE")
+    train.add_argument("--dry-run", action="store_true", help="print what would be used, and stop")
+    commands.add_parser("config", help="list every key with its default and what it means")
+    return parser
+
+
+def parse_overrides(flags: Sequence[str]) -> dict[str, Any]:
+    """`--section.key value` and `--section.key=value`, in any number."""
+    from onbeat.config import parse_flag
+
+    overrides: dict[str, Any] = {}
+    remaining = list(flags)
+    while remaining:
+        flag = remaining.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is neither a recipe nor a flag of the form --section.key VALUE")
+        key, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not remaining:
+                raise ConfigError(f"{flag} needs a value")
+            value = remaining.pop(0)
+        overrides[key] = parse_flag(value)
+    return overrides
+
+
+def _train(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    from onbeat.config import load
+
+    config = load(arguments.recipes, parse_overrides(flags))
+    if arguments.dry_run:
+        print(_describe(config))
+        return 0
+    run_until_signal(config)
+    return 0
+
+
+def run_until_signal(config: Config) -> TrainResult:
+    """Run; SIGTERM, like Ctrl-C, ends it in order."""
+    from onbeat.controller import run
+
+    async def supervised() -> TrainResult:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await run(config, say=lambda line: print(line, flush=True))
+
+    return asyncio.run(supervised())
+
+
+def _describe(config: Config) -> str:
+    """The resolved recipe, and what it comes to on this machine."""
+    from onbeat.config import to_toml
+    from onbeat.model_source import model_directory
+
+    cores = len(os.sched_getaffinity(0))
+    schedule, algorithm = config.schedule, config.algorithm
+    directory = model_directory(config.model.path)
+    state = "found" if (directory / "config.json").is_file() else "to be made" if ":" in config.model.path else "MISSING"
+    models = ["policy", *(["old policy"] if schedule.updates_per_period > 1 else [])]
+    models += ["reference"] if algorithm.beta > 0 else []
+    notes = [
+        f"model        {directory} ({state})",
+        f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
+        f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
+        f"trainer      1 process, {config.trainer.threads or cores} threads, holds {', '.join(models)}",
+        f"generators   {config.generator.count} processes, {config.generator.threads or cores} threads each, "
+        f"{max(config.generator.max_sequences, algorithm.group_size)} sequences at once each",
+        f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
+        f"cores        {cores}",
+    ]
+    return to_toml(config) + "\n" + "\n".join(f"# {note}" for note in notes)
+
+
+def _config(flags: Sequence[str]) -> int:
+    from pydantic_core import PydanticUndefined
+
+    from onbeat.config import keys
+
+    if flags:
+        raise ConfigError(f"`onbeat config` takes no arguments, and got {' '.join(flags)}")
+    for key, field in keys():
+        default = "required" if field.default is PydanticUndefined else repr(field.default)
+        print(f"{key} ({default})\n    {field.description}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

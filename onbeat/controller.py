@@ -1,0 +1,109 @@
+"""`onbeat train`: the controller process. No torch here; it starts the others, runs the loop, writes the run down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat.config import Config, to_toml
+from onbeat.errors import ConfigError
+from onbeat.observe.metrics import Record
+from onbeat.observe.recorder import Recorder, percent
+from onbeat.period import train
+from onbeat.session import Session, open_session
+from onbeat.train.client import TrainerClient
+from onbeat.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a finished run leaves behind."""
+
+    run_dir: Path
+    model_path: Path
+    metrics: list[Record]
+    """One record per period, as in metrics.jsonl."""
+    accuracy_before: float | None
+    accuracy_after: float | None
+    """On the held-out prompts; None without any."""
+
+
+class HeldOutEvaluation:
+    """Before the first period and after the last."""
+
+    def __init__(self, session: Session, num_periods: int) -> None:
+        self._session = session
+        self._num_periods = num_periods
+
+    def due(self, version: int) -> bool:
+        return bool(self._session.held_out) and version in (0, self._num_periods)
+
+    async def run(self, version: int) -> list[Group]:
+        return await self._session.evaluate(version)
+
+
+class _ProbedRecorder(Recorder):
+    """Records the environment when the first publish has probed the generators."""
+
+    session: Session | None = None
+
+    def published(self, version: int) -> None:
+        super().published(version)
+        if version == 0 and self.session is not None:
+            reason = self.session.why_not_exact()
+            config = self.session.config
+            threads = {"generator": config.generator.threads, "trainer": config.trainer.threads}
+            self.environment(exact=reason is None, why_not=reason, seed=config.seed, threads=threads)
+
+
+def prepare_run_dir(config: Config) -> Path:
+    """The run's directory, new or empty: nothing of an earlier run is overwritten."""
+    run_dir = Path(config.run.dir)
+    if (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"run.dir = {str(run_dir)!r} already holds a run; name another with --run.dir, or remove it")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.toml").write_text(to_toml(config))
+    return run_dir
+
+
+async def run(config: Config, say: Callable[[str], None]) -> TrainResult:
+    """Train as the configuration says; every process is gone when this returns or raises."""
+    run_dir = prepare_run_dir(config)
+    schedule = config.schedule
+    recorder = _ProbedRecorder(
+        run_dir, accuracy_threshold=config.reward.accuracy_threshold, num_periods=schedule.periods, say=say
+    )
+    model_path = run_dir / "model"
+    try:
+        async with open_session(config, run_dir, recorder.span) as session:
+            recorder.session = session
+            if session.dropped:
+                say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")
+            trainer = await TrainerClient.start(
+                session.launcher, session.worker_settings("trainer-0"), recorder.span
+            )
+            await train(
+                num_periods=schedule.periods,
+                prompts_per_period=schedule.prompts_per_period,
+                prompts=session.prompts,
+                loader=session.loader,
+                trainer=trainer,
+                channel=session.channel,
+                evaluation=HeldOutEvaluation(session, schedule.periods),
+                observer=recorder,
+            )
+            await trainer.export(str(model_path))
+    finally:
+        recorder.close()
+    before, after = recorder.evaluations.get(0), recorder.evaluations.get(schedule.periods)
+    if after is not None:
+        say(f"held-out accuracy: {percent(before)} before, {percent(after)} after {schedule.periods} periods")
+    say(f"model: {model_path}")
+    return TrainResult(
+        run_dir=run_dir,
+        model_path=model_path,
+        metrics=recorder.records,
+        accuracy_before=before,
+        accuracy_after=after,
+    )

@@ -1,0 +1,60 @@
+"""Rows of a dataset: dicts with a `prompt` (text, or chat messages) and any other columns.
+
+A source is a .jsonl file or `file.py:function`, a function without arguments that yields rows. A row that cannot be
+used is an error that names the source and the row, counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onbeat.errors import InputError
+from onbeat.functions import load_function
+
+Row = dict[str, Any]
+
+
+def read_rows(source: str) -> list[Row]:
+    """Every row of the source, checked."""
+    rows = [_checked(row, source, number) for number, row in enumerate(_raw_rows(source), 1)]
+    if not rows:
+        raise InputError(f"{source} has no rows")
+    return rows
+
+
+def _raw_rows(source: str) -> Iterator[Any]:
+    if ":" in source:
+        yield from load_function(source, "data.path")()
+    elif source.endswith(".jsonl"):
+        yield from _jsonl(Path(source))
+    else:
+        raise InputError(f"data.path = {source!r} is neither a .jsonl file nor file.py:function")
+
+
+def _jsonl(path: Path) -> Iterator[Any]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise InputError(f"{path}, line {number} is not JSON: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from None
+
+
+def _checked(row: Any, source: str, number: int) -> Row:
+    place = f"{source}, row {number}"
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is a {type(row).__name__}, not an object with a 'prompt'")
+    if "prompt" not in row:
+        raise InputError(f"{place} has no 'prompt'; its columns are {sorted(map(str, row))}")
+    prompt = row["prompt"]
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt) and prompt
+    if not (is_chat or (isinstance(prompt, str) and prompt)):
+        raise InputError(f"{place}: 'prompt' must be text or chat messages, not {str(prompt)[:60]!r}")
+    return row

@@ -1,0 +1,55 @@
+"""Prompts in the order they are trained on: epoch after epoch, each shuffled by the seed, with a cursor.
+
+The order is a function of (rows, seed): which rows period t gets does not depend on anything that happened before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onbeat.errors import InputError
+from onbeat.keyed import shuffled
+from onbeat.prompts.codec import Codec
+from onbeat.prompts.rows import Row
+from onbeat.types import Prompt
+
+
+def encode_rows(rows: Sequence[Row], codec: Codec, max_prompt_tokens: int) -> tuple[list[Prompt], list[str]]:
+    """The rows as prompts, and the ids of those that were too long and left out."""
+    prompts, dropped = [], []
+    for number, row in enumerate(rows, 1):
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        prompt_id = str(row.get("id", number))
+        token_ids = codec.encode(row["prompt"])
+        if not 0 < len(token_ids) <= max_prompt_tokens:
+            dropped.append(prompt_id)
+        else:
+            prompts.append(Prompt(prompt_id=prompt_id, token_ids=token_ids, source=row["prompt"], columns=columns))
+    if not prompts:
+        raise InputError(f"none of the {len(rows)} prompts has between 1 and {max_prompt_tokens} tokens")
+    return prompts, dropped
+
+
+class PromptCursor:
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order: list[int] = []
+        self.position = 0
+        """Prompts taken so far, over all epochs."""
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts; goes round when the rows are used up."""
+        taken = [self._prompt(self.position + offset) for offset in range(num_prompts)]
+        self.position += num_prompts
+        return taken
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self._prompts))
+        if not self._shuffle:
+            return self._prompts[index]
+        if epoch != self._epoch:
+            self._order, self._epoch = shuffled(len(self._prompts), seed=self._seed, epoch=epoch), epoch
+        return self._prompts[self._order[index]]

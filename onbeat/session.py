@@ -1,0 +1,133 @@
+"""The generating side of a run, put together: launcher, model, prompts, generators, rewards, loader, weight channel.
+
+`onbeat train` (controller.py) adds a trainer process and the loop; a training script of your own (own_loop.py) is the
+trainer and the loop. Both get this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat.cluster.local import LocalLauncher
+from onbeat.config import Config
+from onbeat.ledger import Ledger
+from onbeat.loader import LoaderSettings, PeriodicLoader
+from onbeat.messages import WorkerSettings
+from onbeat.model_source import obtain_model
+from onbeat.prompts.codec import Codec
+from onbeat.prompts.rows import read_rows
+from onbeat.prompts.source import PromptCursor, encode_rows
+from onbeat.protocols import Launcher, Tracer
+from onbeat.reward.scorer import RewardScorer
+from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.pool import Pool
+from onbeat.types import Group, Prompt, Sampling
+from onbeat.weights.memory import MemoryChannel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    config: Config
+    launcher: Launcher
+    model_dir: Path
+    prompts: PromptCursor
+    held_out: list[Prompt]
+    dropped: list[str]
+    """Ids of training prompts that were too long."""
+    pool: Pool
+    loader: PeriodicLoader
+    channel: MemoryChannel
+    sampling: Sampling
+
+    def worker_settings(self, name: str) -> WorkerSettings:
+        return WorkerSettings(config=self.config.model_dump_json(), model_dir=str(self.model_dir), name=name)
+
+    async def evaluate(self, version: int) -> list[Group]:
+        """One greedy completion of each held-out prompt, from the version the generators serve."""
+        greedy = Sampling(
+            temperature=0.0,
+            max_new_tokens=self.sampling.max_new_tokens,
+            stop_token_ids=self.sampling.stop_token_ids,
+            seed=self.sampling.seed,
+        )
+        return await self.loader.evaluate(version, self.held_out, greedy, samples=1)
+
+    def why_not_exact(self) -> str | None:
+        """None if the run's weights do not depend on schedule and workers; else the reason. After the first publish."""
+        if self.config.schedule.order != "dispatch":
+            return f'schedule.order = "{self.config.schedule.order}" trains in order of arrival'
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+            return f"bit-identical rows are established on Linux x86_64, not on {platform.platform()}"
+        variances = [g.row_variance for g in self.pool.generators if isinstance(g, EmbeddedGenerator)]
+        return next((variance for variance in variances if variance is not None), None)
+
+
+@asynccontextmanager
+async def open_session(config: Config, run_dir: Path, trace: Tracer) -> AsyncIterator[Session]:
+    """Start everything that generates and scores; end it, whatever happens inside."""
+    async with AsyncExitStack() as stack:
+        launcher = LocalLauncher(run_dir / "logs")
+        stack.push_async_callback(launcher.close)
+        launcher.prepare(uses_torch=True)
+        train_rows = read_rows(config.data.path)
+        held_out_rows = read_rows(config.data.eval_path) if config.data.eval_path else []
+        model_dir = await obtain_model(config.model.path, launcher)
+        codec = Codec(model_dir)
+        prompts, dropped = encode_rows(train_rows, codec, config.data.max_prompt_tokens)
+        held_out = encode_rows(held_out_rows, codec, config.data.max_prompt_tokens)[0] if held_out_rows else []
+        sampling = Sampling(
+            temperature=config.sampling.temperature,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_token_ids=codec.stop_token_ids,
+            seed=config.seed,
+        )
+        scorer = RewardScorer(
+            launcher,
+            config.reward.functions,
+            decode=codec.decode,
+            num_workers=config.reward.workers,
+            timeout_s=config.reward.timeout_s,
+        )
+        stack.push_async_callback(scorer.close)
+        pool = Pool(trace)
+        channel = MemoryChannel(pool)
+        stack.callback(channel.close)
+        session = Session(
+            config=config,
+            launcher=launcher,
+            model_dir=model_dir,
+            prompts=PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle),
+            held_out=held_out,
+            dropped=dropped,
+            pool=pool,
+            loader=PeriodicLoader(
+                loader_settings(config, sampling), pool, scorer, Ledger(run_dir / "ledger.jsonl"), trace
+            ),
+            channel=channel,
+            sampling=sampling,
+        )
+        names = [f"generator-{number}" for number in range(config.generator.count)]
+        starts = [EmbeddedGenerator.start(launcher, session.worker_settings(name)) for name in names]
+        _, *generators = await asyncio.gather(scorer.start(), *starts)
+        for generator in generators:
+            pool.add(generator)
+        yield session
+
+
+def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
+    return LoaderSettings(
+        mode=config.schedule.mode,
+        order=config.schedule.order,
+        group_size=config.algorithm.group_size,
+        sampling=sampling,
+        scale_advantages=config.algorithm.scale_advantages,
+        elide=config.algorithm.beta == 0,
+        updates_per_period=config.schedule.updates_per_period,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        num_ranks=config.trainer.ranks,
+    )
