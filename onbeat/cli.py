@@ -17,16 +17,20 @@ if TYPE_CHECKING:
     from onbeat.controller import TrainResult
 
 _INTERRUPTED = 130
+_OWN_FLAGS = {"--dry-run", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `onbeat`. Returns the exit code (errors.py lists them)."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    words, flags = _split(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments.command == "train":
-            return _train(arguments, rest)
-        return _config(rest)
+        overrides = parse_overrides(flags)
+        arguments, rest = _parser().parse_known_args(words)
+        if arguments.command == "config":
+            return _config([*rest, *flags])
+        if rest:
+            raise ConfigError(f"{rest[0]!r} is neither a recipe nor a flag of the form --section.key VALUE")
+        return _train(arguments, overrides)
     except OnbeatError as error:
         print(f"onbeat: {error}", file=sys.stderr)
         return error.exit_code
@@ -52,29 +56,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line without the flags that set keys; and those flags with their values. argparse knows none of them
+    and would take their values for recipes."""
+    words: list[str] = []
+    own: list[str] = []
+    flags: list[str] = []
+    takes_value = False
+    for word in argv:
+        if word in _OWN_FLAGS:
+            own.append(word)
+            takes_value = False
+        elif word.startswith("--"):
+            flags.append(word)
+            takes_value = "=" not in word
+        else:
+            (flags if takes_value else words).append(word)
+            takes_value = False
+    return [*words, *own], flags
+
+
 def parse_overrides(flags: Sequence[str]) -> dict[str, Any]:
     """`--section.key value` and `--section.key=value`, in any number."""
-    from onbeat.config import parse_flag
+    if not flags:
+        return {}
+    from onbeat.config import check_key, parse_flag
 
     overrides: dict[str, Any] = {}
     remaining = list(flags)
     while remaining:
         flag = remaining.pop(0)
-        if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} is neither a recipe nor a flag of the form --section.key VALUE")
         key, equals, value = flag[2:].partition("=")
+        check_key(key)
         if not equals:
-            if not remaining:
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"{flag} needs a value")
             value = remaining.pop(0)
-        overrides[key] = parse_flag(value)
+        overrides[key] = parse_flag(key, value)
     return overrides
 
 
-def _train(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from onbeat.config import load
 
-    config = load(arguments.recipes, parse_overrides(flags))
+    config = load(arguments.recipes, overrides)
     if arguments.dry_run:
         print(_describe(config))
         return 0
@@ -103,7 +128,9 @@ def _describe(config: Config) -> str:
     cores = len(os.sched_getaffinity(0))
     schedule, algorithm = config.schedule, config.algorithm
     directory = model_directory(config.model.path)
-    state = "found" if (directory / "config.json").is_file() else "to be made" if ":" in config.model.path else "MISSING"
+    state = (
+        "found" if (directory / "config.json").is_file() else "to be made" if ":" in config.model.path else "MISSING"
+    )
     models = ["policy", *(["old policy"] if schedule.updates_per_period > 1 else [])]
     models += ["reference"] if algorithm.beta > 0 else []
     notes = [

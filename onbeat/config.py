@@ -10,6 +10,7 @@ a flag to the working directory. What can be derived is a property, not a key. N
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +37,11 @@ def _absolute(value: object, base: Path) -> object:
     if not isinstance(value, str):
         return value
     file, colon, function = value.partition(":")
-    path = base / Path(file).expanduser()
+    path = base / os.path.expanduser(file)
     if colon:
         is_path = file.endswith(".py")
     else:
-        is_path = file.startswith(("/", ".", "~")) or path.suffix in _FILE_SUFFIXES or path.exists()
+        is_path = file.startswith(("/", ".", "~")) or path.suffix in _FILE_SUFFIXES or os.path.exists(path)
     return str(path.resolve()) + colon + function if is_path else value
 
 
@@ -59,12 +60,12 @@ class RunConfig(_Section):
 
 class ModelConfig(_Section):
     path: SourcePath
-    """A Hugging Face model directory, or `file.py:function`: called once with an empty directory to fill, and cached."""
+    """A Hugging Face model directory, or `file.py:function`, called once with an empty directory to fill."""
 
 
 class ScheduleConfig(_Section):
     mode: Literal["periodic", "sync"] = "periodic"
-    """periodic: train on each group as it is ready. sync: wait for the whole period first. Same weights, bit for bit."""
+    """periodic: train on each group when it is ready. sync: wait for the whole period first. The same weights."""
     order: Literal["dispatch", "completion"] = "dispatch"
     """dispatch: groups are trained in slot order (exact). completion: in order of arrival (equal up to rounding)."""
     periods: _Positive = 100
@@ -138,7 +139,7 @@ class TrainerConfig(_Section):
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
-    microbatch_tokens: _Positive = 1024
+    microbatch_tokens: _Positive = 256
     """Groups are packed into one forward/backward up to this many tokens; a larger group goes alone."""
 
 
@@ -207,8 +208,8 @@ def load(recipes: Sequence[str | os.PathLike[str]], overrides: Mapping[str, Any]
     for recipe in recipes:
         _merge(merged, _read(Path(recipe)))
     for key, value in (overrides or {}).items():
-        _check_key(key)
-        _set(merged, key, _resolved(key, value, Path.cwd()))
+        check_key(key)
+        _merge(merged, _known(_nested(key, value), Config, f"--{key}", Path.cwd(), ""))
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -218,31 +219,37 @@ def load(recipes: Sequence[str | os.PathLike[str]], overrides: Mapping[str, Any]
 def _read(path: Path) -> dict[str, Any]:
     """One TOML file with its keys known and its paths absolute."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
-    return _known(tree, Config, path, "")
+    return _known(tree, Config, str(path), path.resolve().parent, "")
 
 
-def _known(tree: Mapping[str, Any], model: type[BaseModel], file: Path, prefix: str) -> dict[str, Any]:
+def _known(tree: Mapping[str, Any], model: type[BaseModel], place: str, base: Path, prefix: str) -> dict[str, Any]:
+    """The tree with its keys known and its paths, relative to `base`, absolute."""
     known: dict[str, Any] = {}
     for name, value in tree.items():
         field = model.model_fields.get(name)
         if field is None:
-            raise ConfigError(f"{file}: there is no key {prefix + name!r}{suggestion(prefix + name)}")
+            raise ConfigError(f"{place}: there is no key {prefix + name!r}{suggestion(prefix + name)}")
         section = _section_of(field.annotation)
         if section is not None and isinstance(value, dict):
-            known[name] = _known(value, section, file, f"{prefix}{name}.")
+            known[name] = _known(value, section, place, base, f"{prefix}{name}.")
+        elif section is not None and section is field.annotation:
+            raise ConfigError(f"{place}: {prefix + name!r} is a section with keys of its own, not {value!r}")
         elif section is not None and isinstance(value, list):
             known[name] = [
-                _known(item, section, file, f"{prefix}{name}.") if isinstance(item, dict) else item for item in value
+                _known(item, section, place, base, f"{prefix}{name}.") if isinstance(item, dict) else item
+                for item in value
             ]
         else:
-            known[name] = _resolved(prefix + name, value, file.resolve().parent)
+            known[name] = _resolved(prefix + name, value, base)
     return known
 
 
@@ -258,12 +265,10 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
     """Every dotted key with its pydantic field, in the order of the file."""
     for name, field in model.model_fields.items():
         section = _section_of(field.annotation)
-        if section is not None and section is field.annotation:
-            yield from keys(section, f"{prefix}{name}.")
-        else:
+        if section is not field.annotation:
             yield f"{prefix}{name}", field
-            if section is not None:
-                yield from keys(section, f"{prefix}{name}.")
+        if section is not None:
+            yield from keys(section, f"{prefix}{name}.")
 
 
 _KEYS: dict[str, Any] = dict(keys())
@@ -271,9 +276,13 @@ _PATH_KEYS = {key for key, field in _KEYS.items() if any(isinstance(mark, PathMa
 _PATH_KEYS.add("data.eval_path")  # optional: pydantic keeps the mark inside the union
 
 
-def _check_key(key: str) -> None:
+def check_key(key: str) -> None:
+    """Refuse a key that cannot be set with a flag."""
     if key not in _KEYS:
         raise ConfigError(f"there is no key {key!r}{suggestion(key)}")
+    section = key.rpartition(".")[0]
+    if section in _KEYS:
+        raise ConfigError(f"{key!r} is a key of the items of {section!r}: set the list as a whole, with --{section}")
 
 
 def suggestion(key: str) -> str:
@@ -281,7 +290,7 @@ def suggestion(key: str) -> str:
     sections = {known.rpartition(".")[0] for known in _KEYS} - {""}
     last = key.rpartition(".")[2]
     by_last_name = [known for known in _KEYS if known.rpartition(".")[2] == last]
-    close = difflib.get_close_matches(key, [*_KEYS, *sections], n=1, cutoff=0.6) or by_last_name[:1]
+    close = difflib.get_close_matches(key, {*_KEYS, *sections} - {key}, n=1, cutoff=0.6) or by_last_name[:1]
     return f": did you mean {close[0]!r}?" if close else "; `onbeat config` lists them all"
 
 
@@ -297,11 +306,11 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
             into[name] = value
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[name] = value
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    tree: dict[str, Any] = value
+    return tree
 
 
 def _explain(error: ValidationError, recipes: Sequence[str | os.PathLike[str]]) -> str:
@@ -319,12 +328,15 @@ def _explain(error: ValidationError, recipes: Sequence[str | os.PathLike[str]]) 
     return "\n".join(sentences)
 
 
-def parse_flag(text: str) -> Any:
-    """A flag's value: TOML if it is TOML (numbers, booleans, lists, tables), else the text itself."""
+def parse_flag(key: str, text: str) -> Any:
+    """A flag's value: TOML if it is TOML (numbers, booleans, lists, tables), else the text itself. A key that holds
+    text gets it though it look like a number or a date."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    holds_text = key in _PATH_KEYS or (key in _KEYS and _KEYS[key].annotation is str)
+    return text if holds_text and not isinstance(value, str) else value
 
 
 def to_toml(config: Config) -> str:
@@ -344,7 +356,7 @@ def _toml_value(value: Any) -> str:
         case int() | float():
             return repr(value)
         case str():
-            return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case tuple() | list():
             return "[" + ", ".join(_toml_value(item) for item in value) + "]"
         case BaseModel():

@@ -80,9 +80,7 @@ async def run(config: Config, say: Callable[[str], None]) -> TrainResult:
             recorder.session = session
             if session.dropped:
                 say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")
-            trainer = await TrainerClient.start(
-                session.launcher, session.worker_settings("trainer-0"), recorder.span
-            )
+            trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), recorder.span)
             await train(
                 num_periods=schedule.periods,
                 prompts_per_period=schedule.prompts_per_period,

@@ -59,7 +59,7 @@ class LoaderSettings:
     elide: bool
     """A group without advantage needs no forward: true when the loss has no other term (KL, entropy)."""
     updates_per_period: int = 1
-    microbatch_tokens: int = 1024
+    microbatch_tokens: int = 256
     num_ranks: int = 1
 
 
@@ -237,9 +237,7 @@ class Period:
         def microbatch(pack: tuple[TrainGroup, ...], closes: UpdateTotals | None = None) -> MicroBatch:
             number = next(index)
             rank = number % settings.num_ranks
-            return MicroBatch(
-                period=self._version, update=update, index=number, rank=rank, groups=pack, closes=closes
-            )
+            return MicroBatch(period=self._version, update=update, index=number, rank=rank, groups=pack, closes=closes)
 
         async for group in self._released(update):
             trained = train_group(group, scale_advantages=settings.scale_advantages)

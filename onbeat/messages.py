@@ -23,7 +23,7 @@ from typing import Any
 from msgspec import Struct
 
 from onbeat.protocols import UpdateReport
-from onbeat.types import Completion, GroupRequest, MicroBatch, UpdateTotals
+from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, UpdateTotals
 
 
 class WorkerSettings(Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    request: GroupRequest
+    key: GroupKey
 
 
 class Completed(Struct, frozen=True, tag=True):

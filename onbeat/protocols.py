@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from onbeat.types import Completion, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
+from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
 
 M_co = TypeVar("M_co", covariant=True)
 
@@ -55,7 +55,10 @@ class Generator(Protocol):
 
     def attach(self, events: GeneratorEvents) -> None: ...
     def submit(self, request: GroupRequest) -> None: ...
-    def cancel(self, request: GroupRequest) -> None: ...
+    def cancel(self, key: GroupKey) -> None:
+        """Forget what is left of a group."""
+        ...
+
     async def stage(self, snapshot: Snapshot) -> None:
         """Take the snapshot and verify its digest; serve the old version still. Raises if it does not verify."""
         ...
@@ -154,9 +157,7 @@ class Child(Protocol[M_co]):
 class Launcher(Protocol):
     """Starts workers somewhere. Local processes now (cluster/local.py), a cluster by the same interface."""
 
-    async def spawn(
-        self, *, name: str, entry: str, settings: Struct, receives: object, uses_torch: bool
-    ) -> Child[Any]:
+    async def spawn(self, *, name: str, entry: str, settings: Struct, receives: object, uses_torch: bool) -> Child[Any]:
         """A worker running `entry` ("module:function"). `receives` is the union of messages it may send us."""
         ...
 

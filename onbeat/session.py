@@ -113,7 +113,7 @@ async def open_session(config: Config, run_dir: Path, trace: Tracer) -> AsyncIte
         )
         names = [f"generator-{number}" for number in range(config.generator.count)]
         starts = [EmbeddedGenerator.start(launcher, session.worker_settings(name)) for name in names]
-        _, *generators = await asyncio.gather(scorer.start(), *starts)
+        generators, _ = await asyncio.gather(asyncio.gather(*starts), scorer.start())
         for generator in generators:
             pool.add(generator)
         yield session

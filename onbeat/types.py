@@ -23,6 +23,10 @@ Messages = list[dict[str, Any]]
 """A chat: `[{"role": …, "content": …}, …]`."""
 
 
+GroupKey = tuple[Stream, int, int]
+"""(stream, period, slot): the name of a group in flight."""
+
+
 class Prompt(Struct, frozen=True, kw_only=True):
     """One row of a dataset, ready to be generated from."""
 

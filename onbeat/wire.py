@@ -49,9 +49,12 @@ def frame(message: msgspec.Struct) -> bytes:
 def receive_chunk(sock: socket.socket) -> tuple[bytes, list[int]]:
     """What the socket has, with the descriptors that came along. Empty bytes: the peer is gone."""
     fds = array.array("i")
-    data, ancillary, _, _ = sock.recvmsg(
-        _CHUNK_BYTES, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
+    try:
+        data, ancillary, _, _ = sock.recvmsg(
+            _CHUNK_BYTES, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:  # it died with messages of ours unread
+        return b"", []
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
@@ -67,7 +70,7 @@ class FrameReader(Generic[M]):
     """Bytes in, messages out; keeps the descriptors in the order they came."""
 
     def __init__(self, expected: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(expected)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(expected)
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
 

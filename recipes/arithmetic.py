@@ -1,15 +1,19 @@
 """Learning to carry: two-digit addition with a model of 105 000 parameters, small enough for one core.
 
-The task. A prompt is `17+25=`, a completion the digits of the sum and the end token, the reward 1 for the right
-sum and 0 for everything else. Both operands have two digits. Three rows in four need a carry from the ones.
+The task. A prompt is `17+25=`, a completion the digits of the sum and the end token, the reward 1 for the
+right sum and 0 for everything else. Both operands have two digits. Three rows in four need a carry from the
+ones.
 
-The start. `make_model` trains a small Llama from scratch, briefly, on the answers of a careless pupil: of 100 sums
-that need a carry, 65 are written without it (17+25=32). What comes out writes well-formed answers, knows the digits
-fairly well and forgets the carry more often than not: greedily it solves about 30 % of the held-out problems.
+The start. `make_model` trains a small Llama from scratch, briefly, on the answers of a careless pupil: of 100
+sums that need a carry, 65 are written without it (17+25=32). What comes out writes well-formed answers, knows
+the digits fairly well and forgets the carry more often than not: greedily it solves about 30 % of the
+held-out problems.
 
-What is left to learn from the reward alone: to carry, and to be surer of the digits. It has to hold for prompts
-that neither the warm start nor the training has seen: held-out and training rows share no prompt (`17+25=` and
-`25+17=` count as two prompts).
+What is left to learn from the reward alone: when to carry, and to be surer of the digits. It has to hold for
+prompts that neither the warm start nor the training has seen: held-out and training rows share no prompt
+(`17+25=` and `25+17=` count as two prompts). The yardstick: never to carry solves 24 % of the held-out rows,
+always to carry 76 %. A short run goes past the second and overshoots: nearly all sums with a carry come out
+right, while some without one get a carry too many.
 
 Importing this module imports no torch; only `make_model` does.
 """

@@ -110,11 +110,12 @@ class ForkServer:
         signal.signal(signal.SIGTERM, lambda *_: self._leave())
         try:
             while True:
-                ready, _, _ = select.select([self._control, wake_read], [], [])
+                control = self._control.fileno()
+                ready, _, _ = select.select([control, wake_read], [], [])
                 if wake_read in ready:
                     os.read(wake_read, 4096)
                     self._reap()
-                while self._control in ready and self._channel.poll():
+                while control in ready and self._channel.poll():
                     message = self._channel.recv()
                     if message is None:
                         return

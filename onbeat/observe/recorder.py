@@ -44,7 +44,9 @@ class Recorder:
         self._publish_s = now_s - self._publish_began_s
         self._trace.span("publish", f"version {version}", self._publish_began_s, now_s)
 
-    def period_closed(self, version: int, groups: Sequence[Group], num_elided: int, reports: list[UpdateReport]) -> None:
+    def period_closed(
+        self, version: int, groups: Sequence[Group], num_elided: int, reports: list[UpdateReport]
+    ) -> None:
         now_s = time.monotonic()
         record: Record = {
             "period": version,

@@ -13,8 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Template, nodes
 from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -47,8 +49,10 @@ class Codec:
     def render(self, messages: Messages) -> str:
         """The chat as the model was taught to read it, up to where the assistant speaks."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
-        except TemplateError as error:
+            return self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
             raise InputError(f"the chat template of {self._dir} refuses {str(messages)[:80]!r}: {error}") from None
 
     @cached_property
@@ -73,18 +77,35 @@ class Codec:
     @cached_property
     def _template(self) -> Template:
         file = self._dir / "chat_template.jinja"
-        text = file.read_text() if file.is_file() else self._config.get("chat_template")
+        text = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
         if isinstance(text, list):
             text = next((item["template"] for item in text if item.get("name") == "default"), None)
         if not isinstance(text, str):
             raise InputError(f"the prompts are chats, but the model in {self._dir} has no chat template")
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.filters["tojson"] = _to_json
         return environment.from_string(text)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's words for others; to us it is a plain block."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Unlike jinja's own, without escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
@@ -93,7 +114,7 @@ def _raise(message: str) -> None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

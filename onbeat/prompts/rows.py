@@ -27,7 +27,11 @@ def read_rows(source: str) -> list[Row]:
 
 def _raw_rows(source: str) -> Iterator[Any]:
     if ":" in source:
-        yield from load_function(source, "data.path")()
+        function = load_function(source, "data.path")
+        try:
+            yield from function()
+        except Exception as error:
+            raise InputError(f"{source} failed: {type(error).__name__}: {error}") from error
     elif source.endswith(".jsonl"):
         yield from _jsonl(Path(source))
     else:

@@ -81,18 +81,20 @@ class RewardProcess:
         try:
             done, _ = await asyncio.wait([self._awaited], timeout=timeout_s)
         except asyncio.CancelledError:
+            self._expected = None
             self.kill("was given up")
             raise
         if not done:
+            self._expected = None
             self.kill("took too long")
             raise TimeoutError
         return self._awaited.result()
 
     def kill(self, why: str) -> None:
-        """Kill it and all it started; its reader sees the end."""
-        self._expected = None
+        """Kill it and all it started. Its reader sees the end, and fails the call that is still waited for."""
         self.end = self.end or why
         self._child.kill()
+        self._child.connection.close()
 
     async def _read(self) -> None:
         how = ""
@@ -194,6 +196,7 @@ class RewardWorkers:
         seat.process = await self._started(name)
         problem = await seat.process.loaded(self._load_timeout_s)
         if problem is not None:
+            seat.process.kill("was not loaded")
             raise InputError(problem) if is_first else WorkerError(f"A reward worker cannot be replaced: {problem}")
         return seat.process
 

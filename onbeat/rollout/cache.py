@@ -145,7 +145,9 @@ def cached_attention(
 def refuse_unsupported(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED:
         if extras.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} uses {name!r} in attention, which onbeat does not compute")
+            raise NotImplementedError(
+                f"{type(module).__name__} uses {name!r} in attention, which onbeat does not compute"
+            )
 
 
 AttentionInterface.register(ATTENTION, cached_attention)

@@ -20,7 +20,7 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.protocols import Child, GeneratorEvents, Launcher, Snapshot
-from onbeat.types import GroupRequest
+from onbeat.types import GroupKey, GroupRequest
 
 R = TypeVar("R", bound=Staged | Activated)
 
@@ -71,8 +71,8 @@ class EmbeddedGenerator:
     def submit(self, request: GroupRequest) -> None:
         self._child.connection.send(Submit(request))
 
-    def cancel(self, request: GroupRequest) -> None:
-        self._child.connection.send(Cancel(request))
+    def cancel(self, key: GroupKey) -> None:
+        self._child.connection.send(Cancel(key))
 
     async def stage(self, snapshot: Snapshot) -> None:
         order = Stage(version=snapshot.version, digest=snapshot.digest, num_bytes=snapshot.num_bytes)

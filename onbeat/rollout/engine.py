@@ -21,7 +21,7 @@ import torch
 
 from onbeat.keyed import sequence_key, uniform
 from onbeat.rollout.cache import ATTENTION, MIN_ROWS, KVCache
-from onbeat.types import Completion, GroupRequest, Sampling
+from onbeat.types import Completion, GroupKey, GroupRequest, Sampling
 
 
 @dataclass(slots=True)
@@ -80,12 +80,12 @@ class Engine:
             raise ValueError(f"a group of {len(request.samples)} does not fit the engine's {self._max_sequences} rows")
         self._queue.append(request)
 
-    def cancel(self, request: GroupRequest) -> None:
+    @torch.inference_mode()
+    def cancel(self, key: GroupKey) -> None:
         """Forget what is left of a group; no completion of it will come."""
-        name = _name(request)
-        self._queue = deque(waiting for waiting in self._queue if _name(waiting) != name)
+        self._queue = deque(waiting for waiting in self._queue if _name(waiting) != key)
         for row in reversed(range(len(self._rows))):
-            if _name(self._rows[row].request) == name:
+            if _name(self._rows[row].request) == key:
                 self._release(row)
 
     @torch.inference_mode()
@@ -159,9 +159,7 @@ class Engine:
             self._rows[row] = last
 
 
-def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and their log-probabilities, by inverting each row's cumulative distribution at its draw.
 
     logits [N, V]; temperatures, draws [N], draws in [0, 1). A temperature of 0 takes the most likely token and
@@ -178,7 +176,7 @@ def sample(
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
-def _name(request: GroupRequest) -> tuple[str, int, int]:
+def _name(request: GroupRequest) -> GroupKey:
     return request.stream, request.period, request.slot
 
 

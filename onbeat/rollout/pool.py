@@ -28,11 +28,9 @@ import msgspec
 
 from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
 from onbeat.protocols import Generator, Tracer, no_trace
-from onbeat.types import Completion, GroupRequest, Stream
+from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
 HarvestKey = tuple[Stream, int]
-JobKey = tuple[Stream, int, int]
-"""(stream, period, slot)"""
 
 
 @dataclass(slots=True)
@@ -62,8 +60,8 @@ class _Member:
     """Rows not promised to any group."""
     serves: int | None = None
     """The verified version it may serve."""
-    outstanding: dict[JobKey, set[int]] = field(default_factory=dict)
-    began_s: dict[JobKey, float] = field(default_factory=dict)
+    outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
+    began_s: dict[GroupKey, float] = field(default_factory=dict)
 
     def has_room_for(self, num_samples: int) -> bool:
         """A group larger than the generator is taken when it is empty; the engine then works through it."""
@@ -97,7 +95,7 @@ class Harvest:
 class Pool:
     def __init__(self, trace: Tracer = no_trace) -> None:
         self._members: dict[str, _Member] = {}
-        self._jobs: dict[JobKey, _Job] = {}
+        self._jobs: dict[GroupKey, _Job] = {}
         self._waiting: list[tuple[int, int, int, GroupRequest]] = []
         self._harvests: dict[HarvestKey, Harvest] = {}
         self._trace = trace
@@ -150,16 +148,19 @@ class Pool:
         return harvest
 
     def close(self, harvest: Harvest) -> None:
-        self._harvests.pop((harvest.stream, harvest.period), None)
-        for key in [key for key in self._jobs if key[:2] == (harvest.stream, harvest.period)]:
-            request = self._jobs.pop(key).request
-            for member in self._members.values():
-                if owed := member.outstanding.pop(key, None):
-                    member.free += len(owed)
-                    del member.began_s[key]
-                    member.generator.cancel(request)
-        self._waiting = [item for item in self._waiting if _key(item[-1]) in self._jobs]
-        heapq.heapify(self._waiting)
+        """Forget what is still wanted of it, here and at the generators."""
+        name = (harvest.stream, harvest.period)
+        self._harvests.pop(name, None)
+        self._jobs = {key: job for key, job in self._jobs.items() if key[:2] != name}
+        for member in self._members.values():
+            for key in [key for key in member.outstanding if key[:2] == name]:
+                self._cancel(member, key)
+        self._dispatch()
+
+    def _cancel(self, member: _Member, key: GroupKey) -> None:
+        member.free += len(member.outstanding.pop(key))
+        del member.began_s[key]
+        member.generator.cancel(key)
 
     def submit(self, request: GroupRequest) -> None:
         self._jobs[_key(request)] = _Job(request)
@@ -167,16 +168,19 @@ class Pool:
         self._dispatch()
 
     def completed(self, worker: str, completion: Completion) -> None:
-        """The pool's edge: each sample passes once, from a member, for an open period, in the right version."""
-        key = _key(completion)
+        """The pool's edge: each sample passes once, for an open period, in the right version."""
         if member := self._members.get(worker):
-            self._settle(member, key, completion.sample)
+            self._settle(member, _key(completion), completion.sample)
+        self._accept(worker, completion)
+        self._dispatch()
+
+    def _accept(self, worker: str, completion: Completion) -> None:
+        key = _key(completion)
         harvest = self._harvests.get(key[:2])
+        job = self._jobs.get(key)
         if harvest is None:
             self.counts.late += 1
-            return
-        job = self._jobs.get(key)
-        if job is None or completion.sample not in job.missing:
+        elif job is None or completion.sample not in job.missing:
             self.counts.duplicate += 1
         elif completion.version != completion.period:
             harvest.ready.put_nowait(
@@ -192,9 +196,8 @@ class Pool:
             if not job.missing:
                 del self._jobs[key]
                 harvest.ready.put_nowait(tuple(job.received[sample] for sample in sorted(job.received)))
-        self._dispatch()
 
-    def _settle(self, member: _Member, key: JobKey, sample: int) -> None:
+    def _settle(self, member: _Member, key: GroupKey, sample: int) -> None:
         """The generator has a row free again."""
         samples = member.outstanding.get(key, set())
         if sample not in samples:
@@ -214,6 +217,9 @@ class Pool:
     def _dispatch(self) -> None:
         while self._waiting:
             request = self._waiting[0][-1]
+            if _key(request) not in self._jobs:  # its period closed, or somebody thought dead answered after all
+                heapq.heappop(self._waiting)
+                continue
             candidates = [
                 member
                 for member in self._members.values()
@@ -229,5 +235,5 @@ class Pool:
             member.generator.submit(request)
 
 
-def _key(message: GroupRequest | Completion) -> JobKey:
+def _key(message: GroupRequest | Completion) -> GroupKey:
     return message.stream, message.period, message.slot

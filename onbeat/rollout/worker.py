@@ -58,8 +58,8 @@ class GeneratorWorker:
                 if request.period != self._engine.version:
                     raise RuntimeError(f"asked for version {request.period} while serving {self._engine.version}")
                 self._engine.add(request)
-            case Cancel(request=request):
-                self._engine.cancel(request)
+            case Cancel(key=key):
+                self._engine.cancel(key)
             case Stage(version=version, num_bytes=num_bytes):
                 self._staged = (version, Mapped(self._channel.take_fd(), num_bytes))
                 self._channel.send(Staged(version, self._staged[1].digest()))

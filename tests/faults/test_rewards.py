@@ -239,7 +239,7 @@ def test_a_call_that_failed_only_once_is_made_good_by_the_retry(tmp_path: Path) 
 FORKS = {
     "that stays in the group": "signal.pause()",
     "that moves to its own session": "os.setsid(); os.write(up, b'x'); signal.pause()",
-    "that ignores signals": "[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 15)]; os.write(up, b'x'); signal.pause()",
+    "that ignores SIGTERM": "signal.signal(15, signal.SIG_IGN); os.write(up, b'x'); signal.pause()",
 }
 
 
@@ -270,6 +270,26 @@ def test_a_process_forked_by_a_reward_is_gone_after_close(tmp_path: Path, child:
 
     rollouts = with_scorer(tmp_path, function, use=score, timeout_s=SHORT_S if parent == "signal.pause()" else LONG_S)
     assert rewards_of(rollouts) == [1.0, 2.0, 6.0 if parent == "pass" else None, 4.0]
+
+
+def test_a_descendant_that_lives_on_does_not_hide_the_death_of_its_worker(tmp_path: Path) -> None:
+    function = poisoned(
+        tmp_path,
+        """
+        down, up = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.setsid()
+                os.write(up, b"x")
+            signal.pause()
+        os.read(down, 1)
+        os._exit(3)
+        """,
+    )
+    rollouts, counts = run(tmp_path, function, workers=1)
+    assert rewards_of(rollouts) == [1.0, 2.0, None, 4.0]
+    assert (counts.failures, counts.timeouts) == (2, 0)
 
 
 @pytest.mark.parametrize("child", ["return values", "raise ValueError('from the fork')", "sys.exit(0)"])
@@ -326,22 +346,24 @@ def test_giving_up_on_a_hanging_call_frees_its_worker_for_the_next(tmp_path: Pat
     os.mkfifo(tmp_path / "started")
     function = poisoned(tmp_path, f"open({str(tmp_path / 'started')!r}, 'w').close(); threading.Event().wait()")
 
-    async def give_up(scorer: RewardScorer) -> tuple[Rollout, ...]:
+    async def give_up(scorer: RewardScorer) -> tuple[tuple[Rollout, ...], ScorerCounts]:
         hanging = asyncio.create_task(scorer.score(prompt_of(), completions_of(["poison"])))
         await asyncio.to_thread((tmp_path / "started").read_text)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        return await scorer.score(prompt_of(), completions_of(["a"]))
+        return await scorer.score(prompt_of(), completions_of(["a"])), scorer.counts
 
-    assert rewards_of(with_scorer(tmp_path, function, use=give_up, workers=1)) == [1.0]
+    rollouts, counts = with_scorer(tmp_path, function, use=give_up, workers=1)
+    assert rewards_of(rollouts) == [1.0]
+    assert (counts.timeouts, counts.restarts) == (0, 1)
 
 
 def test_close_ends_a_hanging_call_and_starts_nothing_new(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     function = poisoned(tmp_path, f"open({str(tmp_path / 'started')!r}, 'w').close(); threading.Event().wait()")
 
-    async def close_early(scorer: RewardScorer) -> int:
+    async def close_early(scorer: RewardScorer) -> ScorerCounts:
         hanging = asyncio.create_task(scorer.score(prompt_of(), completions_of(["poison"])))
         waiting = asyncio.create_task(scorer.score(prompt_of(), completions_of(["a"])))
         await asyncio.to_thread((tmp_path / "started").read_text)
@@ -350,9 +372,10 @@ def test_close_ends_a_hanging_call_and_starts_nothing_new(tmp_path: Path) -> Non
             await hanging
         with pytest.raises(WorkerError, match="closed"):
             await waiting
-        return scorer.counts.restarts
+        return scorer.counts
 
-    assert with_scorer(tmp_path, function, use=close_early, workers=1) == 0
+    counts = with_scorer(tmp_path, function, use=close_early, workers=1)
+    assert (counts.timeouts, counts.restarts) == (0, 0)
 
 
 def test_a_worker_that_cannot_be_replaced_stops_the_run_with_the_reason(tmp_path: Path) -> None:
@@ -582,7 +605,9 @@ def test_built_in_rewards_run_in_the_same_processes(tmp_path: Path) -> None:
 
 
 def test_a_group_without_completions_has_no_rollouts(tmp_path: Path) -> None:
-    assert run(tmp_path, Function("exact_match"), texts=[])[0] == ()
+    rollouts, counts = run(tmp_path, Function("exact_match"), texts=[])
+    assert rollouts == ()
+    assert counts.calls == 0
 
 
 # Loading
@@ -621,7 +646,7 @@ def test_a_function_is_found_by_its_module(tmp_path: Path) -> None:
         ("{dir}/rewards.py:zzz", r"rewards\.py has no function 'zzz'\. It has reward"),
         ("{dir}/rewards.py:NUMBER", r"'NUMBER' in .*rewards\.py is a int \(3\)\. Name a function"),
         ("{dir}/rewards.py:Class", r"'Class' in .*rewards\.py is a class\. Name a function"),
-        ("{dir}/broken.py:reward", r"broken\.py raised ModuleNotFoundError: .*'no_such_thing' \(line 2 of broken\.py\)"),
+        ("{dir}/broken.py:reward", r"raised ModuleNotFoundError: .*'no_such_thing' \(line 2 of broken\.py\)"),
         ("{dir}/syntax.py:reward", r"syntax\.py raised SyntaxError: .*line 1"),
         ("{dir}/leaves.py:reward", r"leaves\.py raised SystemExit: 4"),
         ("{dir}/dies.py:reward", r"reward-0 ended with its process: exit status 3 while it loaded(.|\n)*last words"),

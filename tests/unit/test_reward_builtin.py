@@ -66,7 +66,7 @@ def test_a_completion_without_a_number_is_wrong_and_not_an_error() -> None:
 
 @pytest.mark.parametrize("answer", ["1/2", "seven", "", "7 or 8", True, "#### x"])
 def test_an_answer_that_is_no_number_is_an_error_and_not_a_zero(answer: object) -> None:
-    with pytest.raises(ValueError, match="the column 'answer' holds .* which is no number"):
+    with pytest.raises(ValueError, match=r"the column 'answer' holds .* which is no number"):
         answer_number(answer)
 
 

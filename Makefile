@@ -1,0 +1,43 @@
+# Every target sets up what it needs; nothing has to be installed by hand but Python >= 3.11 and make.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: setup demo test lint test-integration test-full picture clean
+
+setup: $(INSTALLED)
+
+# torch first, by exactly this version: an open range would pull another build (docs/install.md).
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/onbeat train recipes/arithmetic.toml --run.dir runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Everyday: style, types, imports, and every test that takes seconds.
+test: lint
+	$(BIN)/pytest -m "not integration and not full"
+
+# Kills, long runs, real processes by the dozen.
+test-integration: setup
+	$(BIN)/pytest -m "integration and not full"
+
+# The whole matrices, whose figures the docs quote.
+test-full: setup
+	$(BIN)/pytest
+
+# docs/overlap.svg, drawn from the trace of a real run.
+picture: setup
+	$(BIN)/python docs/draw_overlap.py
+
+clean:
+	rm -rf .venv runs

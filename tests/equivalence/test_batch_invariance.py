@@ -1,0 +1,181 @@
+"""A sequence's tokens and log-probabilities do not depend on who shares its batch, its row, or its moment. Bit for bit.
+
+This rests on the kernels of torch and MKL, so it is tested rather than believed: random arrivals, batch sizes, rows,
+siblings finishing early, cancelled neighbours, prompts of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.types import Completion, GroupRequest
+from tests.fakes.models import ARCHITECTURES, VOCABULARY, drain, generate_alone, request, sampling, tiny_model
+
+STOPS = tuple(range(0, VOCABULARY, 7))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    prompt: tuple[int, ...]
+    group_size: int
+    at_step: int
+    cancelled_at: int | None
+    max_new_tokens: int
+
+
+arrivals = st.builds(
+    Arrival,
+    prompt=st.integers(1, 80).flatmap(
+        lambda n: st.integers(0, 1000).map(lambda s: tuple((s + 5 * i * i + i) % VOCABULARY for i in range(n)))
+    ),
+    group_size=st.integers(1, 5),
+    at_step=st.integers(0, 12),
+    cancelled_at=st.none() | st.integers(0, 15),
+    max_new_tokens=st.integers(1, 40),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: list[Arrival], rows: int) -> None:
+    check_invariance(architecture, schedule, rows)
+
+
+@given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_completions_do_not_depend_on_the_batch_with_two_threads(schedule: list[Arrival], rows: int) -> None:
+    torch.set_num_threads(2)
+    check_invariance("llama", schedule, rows)
+
+
+def check_invariance(architecture: str, schedule: list[Arrival], rows: int) -> None:
+    model = tiny_model(architecture)
+    wanted = [
+        request(slot, arrival.prompt, arrival.group_size, sampling(arrival.max_new_tokens, stops=STOPS))
+        for slot, arrival in enumerate(schedule)
+    ]
+    together = run_together(Engine(model, max_sequences=rows), schedule, wanted)
+    assert together.keys() >= {
+        (slot, sample) for slot, a in enumerate(schedule) if a.cancelled_at is None for sample in range(a.group_size)
+    }
+    for one in wanted:
+        for name, completion in generate_alone(model, one).items():
+            if name in together:
+                assert together[name] == completion
+
+
+def run_together(
+    engine: Engine, schedule: list[Arrival], wanted: list[GroupRequest]
+) -> dict[tuple[int, int], Completion]:
+    engine.version = 0
+    found: dict[tuple[int, int], Completion] = {}
+    last = max(max(a.at_step, a.cancelled_at or 0) for a in schedule)
+    for step in range(last + 1):
+        for arrival, one in zip(schedule, wanted, strict=True):
+            if arrival.at_step == step:
+                engine.add(one)
+            if arrival.cancelled_at == step:
+                engine.cancel((one.stream, one.period, one.slot))
+        found.update({(c.slot, c.sample): c for c in engine.step()})
+    return found | drain(engine)
+
+
+def test_a_resent_sample_comes_out_as_the_first_time() -> None:
+    model = tiny_model("llama")
+    whole = request(3, (5, 6, 7), 4, sampling(20))
+    part = GroupRequest(stream="train", period=0, slot=3, samples=(2,), token_ids=(5, 6, 7), sampling=sampling(20))
+    assert generate_alone(model, part)[3, 2] == generate_alone(model, whole)[3, 2]
+
+
+def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not() -> None:
+    assert probe_row_invariance(tiny_model("llama")) is None
+
+    class LeaksBatchSize(torch.nn.Module):
+        """Adds to every row something that depends on how many rows there are."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * (1 + 1e-6 * hidden.shape[0])
+
+    model = tiny_model("qwen3")
+    norm = model.model.norm
+    try:
+        model.model.norm = torch.nn.Sequential(norm, LeaksBatchSize())
+        assert "differently" in (probe_row_invariance(model) or "")
+    finally:
+        model.model.norm = norm
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_log_probabilities_equal_a_fresh_forward_pass(architecture: str) -> None:
+    model = tiny_model(architecture)
+    prompt = tuple(range(3, 40))
+    for temperature in (1.0, 0.6):
+        for completion in generate_alone(model, request(0, prompt, 4, sampling(24, temperature))).values():
+            model.set_attn_implementation("sdpa")
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits / temperature, -1)
+            expected = expected[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
+            torch.testing.assert_close(torch.tensor(completion.sampler_logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_output_equals_that_of_transformers(architecture: str) -> None:
+    model = tiny_model(architecture)
+    for prompt in [(5,), tuple(range(3, 40)), tuple(range(90, 20, -1))]:
+        ours = generate_alone(model, request(0, prompt, 2, sampling(30, temperature=0.0)))
+        model.set_attn_implementation("sdpa")
+        ids = torch.tensor([prompt])
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        assert ours[0, 0].token_ids == ours[0, 1].token_ids == tuple(theirs[0, len(prompt) :].tolist())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_first_tokens_follow_the_exact_softmax(temperature: float) -> None:
+    model = tiny_model("llama")
+    prompt, draws = (9, 30, 2, 77), 4000
+    engine = Engine(model, max_sequences=draws)
+    engine.version = 0
+    engine.add(request(0, prompt, draws, sampling(1, temperature)))
+    counts = np.bincount([c.token_ids[0] for c in drain(engine).values()], minlength=VOCABULARY)
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0, -1].double()
+    expected = torch.softmax(logits / temperature, -1).numpy() * draws
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    outcome = stats.chisquare(observed, np.append(expected[common], expected[~common].sum()))
+    assert outcome.pvalue > 1e-3  # the draws are fixed by their keys: this does not flicker
+
+
+def test_a_cancelled_group_frees_its_rows_and_says_nothing_more() -> None:
+    engine = Engine(tiny_model("llama"), max_sequences=4)
+    engine.version = 0
+    engine.add(request(0, (1, 2, 3), 4, sampling(50)))
+    engine.add(request(1, (4, 5), 4, sampling(5)))
+    engine.step()
+    engine.cancel(("train", 0, 0))
+    assert {slot for slot, _ in drain(engine)} == {1}
+
+
+def test_a_group_larger_than_the_engine_is_refused_with_both_numbers() -> None:
+    with pytest.raises(ValueError, match="group of 9 does not fit the engine's 8 rows"):
+        Engine(tiny_model("llama"), max_sequences=8).add(request(0, (1,), 9, sampling()))

@@ -1,0 +1,252 @@
+"""R2 and R4: each promise of the run, broken on purpose, gives its typed error with period, slot and worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from onbeat.errors import (
+    MissingSlotsError,
+    NoGeneratorsError,
+    OnbeatError,
+    StaleRolloutError,
+    TrainedTwiceError,
+    UnverifiedWeightsError,
+)
+from onbeat.ledger import Ledger
+from onbeat.loader import LoaderSettings, PeriodicLoader
+from onbeat.protocols import Snapshot
+from onbeat.rollout.pool import Pool
+from onbeat.types import Completion, Group, MicroBatch, Prompt, Rollout
+from onbeat.weights.memory import MemoryChannel
+from tests.fakes.roles import SAMPLING, FakeGenerator, FakeScorer, make_prompts
+from tests.fakes.virtual_time import run_virtual
+
+SETTINGS = LoaderSettings(
+    mode="periodic", order="dispatch", group_size=3, sampling=SAMPLING, scale_advantages=True, elide=False,
+    microbatch_tokens=1,
+)  # fmt: skip
+
+
+def generator(name: str = "generator-0", **how: object) -> FakeGenerator:
+    return FakeGenerator(name=name, capacity=6, rng=random.Random(1), **how)  # type: ignore[arg-type]
+
+
+def snapshot(version: int) -> Snapshot:
+    return Snapshot(version=version, digest="", num_bytes=0, handle=os.open(os.devnull, os.O_RDONLY))
+
+
+async def one_period(
+    pool: Pool, ledger: Ledger, version: int = 0, prompts: int = 4, scorer: FakeScorer | None = None
+) -> list[MicroBatch]:
+    loader = PeriodicLoader(SETTINGS, pool, scorer or FakeScorer(random.Random(0)), ledger)
+    return [microbatch async for microbatch in loader.period(version, make_prompts(prompts))]
+
+
+def test_a_completion_from_another_version_stops_the_run_and_names_the_worker() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(stale := generator())
+        stale.version = 6  # what it samples from
+        pool.serves(stale.name, 7)  # what the pool was told
+        await one_period(pool, Ledger(), version=7)
+
+    with pytest.raises(StaleRolloutError) as caught:
+        run_virtual(main())
+    assert (caught.value.period, caught.value.worker) == (7, "generator-0")
+    assert caught.value.slot in range(4)
+    assert "version 6" in str(caught.value)
+
+
+class RelabellingScorer(FakeScorer):
+    """A scorer that mixes up what it was given: the ledger is the last guard."""
+
+    change: dict[str, int]
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Rollout, ...]:
+        rollouts = await super().score(prompt, completions)
+        return tuple(
+            Rollout(completion=msgspec.structs.replace(r.completion, **self.change), text="", reward=1.0, rewards=(1.0,))
+            for r in rollouts
+        )
+
+
+def test_the_ledger_refuses_a_stale_rollout_that_got_past_the_pool() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(fresh := generator())
+        fresh.version = 3
+        pool.serves(fresh.name, 3)
+        scorer = RelabellingScorer(random.Random(0))
+        scorer.change = {"version": 2}
+        await one_period(pool, Ledger(), version=3, scorer=scorer)
+
+    with pytest.raises(StaleRolloutError) as caught:
+        run_virtual(main())
+    assert (caught.value.period, caught.value.slot) == (3, 0)
+
+
+def test_a_slot_cannot_be_trained_twice() -> None:
+    ledger = Ledger()
+    ledger.open(4)
+    group = Group(slot=2, prompt=make_prompts(1)[0], rollouts=())
+    ledger.record(group, "trained")
+    with pytest.raises(TrainedTwiceError) as caught:
+        ledger.record(group, "trained")
+    assert (caught.value.period, caught.value.slot) == (4, 2)
+
+
+def test_a_period_cannot_close_with_a_slot_missing() -> None:
+    ledger = Ledger()
+    ledger.open(4)
+    for slot in (0, 1, 3):
+        ledger.record(Group(slot=slot, prompt=make_prompts(1)[0], rollouts=()), "elided")
+    with pytest.raises(MissingSlotsError) as caught:
+        ledger.close(num_slots=4)
+    assert (caught.value.period, caught.value.slot) == (4, 2)
+
+
+def test_a_period_abandoned_half_way_cannot_be_followed_by_another() -> None:
+    async def main() -> None:
+        pool, ledger = Pool(), Ledger()
+        pool.add(worker := generator())
+        worker.version = 0
+        pool.serves(worker.name, 0)
+        loader = PeriodicLoader(SETTINGS, pool, FakeScorer(random.Random(0)), ledger)
+        iterator = aiter(loader.period(0, make_prompts(4)))
+        await anext(iterator)
+        await iterator.aclose()  # type: ignore[attr-defined]
+        loader.period(1, make_prompts(4))
+
+    with pytest.raises(MissingSlotsError):
+        run_virtual(main())
+
+
+def test_a_period_cannot_open_on_weights_no_generator_has_verified() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(generator())
+        await one_period(pool, Ledger(), version=0)
+
+    with pytest.raises(UnverifiedWeightsError) as caught:
+        run_virtual(main())
+    assert caught.value.period == 0
+
+
+def test_a_generator_without_the_current_version_gets_no_work() -> None:
+    async def main() -> tuple[FakeGenerator, FakeGenerator]:
+        pool = Pool()
+        current, behind = generator("current"), generator("behind")
+        for worker, version in ((current, 5), (behind, 4)):
+            pool.add(worker)
+            worker.version = version
+            pool.serves(worker.name, version)
+        await one_period(pool, Ledger(), version=5)
+        return current, behind
+
+    current, behind = run_virtual(main())
+    assert len(current.served) == 4
+    assert behind.served == []
+
+
+def test_a_joiner_serves_in_the_middle_of_a_period_once_it_holds_the_snapshot() -> None:
+    async def main() -> tuple[list[int], FakeGenerator]:
+        pool, ledger = Pool(), Ledger()
+        pool.add(first := generator("first"))
+        first.version = 2
+        pool.serves("first", 2)
+        joiner = generator("joiner")
+        loader = PeriodicLoader(SETTINGS, pool, FakeScorer(random.Random(0)), ledger)
+        slots = []
+        async for microbatch in loader.period(2, make_prompts(9)):
+            slots += [group.slot for group in microbatch.groups]
+            if joiner.events is None:
+                pool.add(joiner)
+                assert joiner.served == []
+                joiner.version = 2
+                pool.serves("joiner", 2)
+        return slots, joiner
+
+    slots, joiner = run_virtual(main())
+    assert slots == list(range(9))
+    assert joiner.served
+    assert set(joiner.served) == {(2, 2)}
+
+
+def test_publishing_goes_on_without_a_generator_that_fails_to_verify_and_fails_without_any() -> None:
+    class Refusing(FakeGenerator):
+        async def stage(self, snapshot: Snapshot) -> None:
+            raise UnverifiedWeightsError("digest differs", period=snapshot.version, worker=self.name)
+
+    async def publish(*workers: FakeGenerator) -> Pool:
+        pool = Pool()
+        for worker in workers:
+            pool.add(worker)
+        channel = MemoryChannel(pool)
+        try:
+            await channel.publish(snapshot(1))
+        finally:
+            channel.close()
+        return pool
+
+    bad = Refusing(name="bad", capacity=4, rng=random.Random(0))
+    pool = run_virtual(publish(bad, generator("good")))
+    assert [worker.name for worker in pool.generators] == ["good"]
+    with pytest.raises(NoGeneratorsError, match="digest differs"):
+        run_virtual(publish(Refusing(name="bad", capacity=4, rng=random.Random(0))))
+
+
+def test_the_death_of_the_last_generator_ends_the_period_with_its_cause() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(mortal := generator(dies_after=4))
+        mortal.version = 0
+        pool.serves(mortal.name, 0)
+        await one_period(pool, Ledger())
+
+    with pytest.raises(NoGeneratorsError, match="told to die"):
+        run_virtual(main())
+
+
+def test_a_scorer_that_fails_altogether_ends_the_period_and_leaves_no_task() -> None:
+    class Broken(FakeScorer):
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Rollout, ...]:
+            raise OnbeatError("no reward workers")
+
+    async def main() -> None:
+        pool = Pool()
+        pool.add(worker := generator())
+        worker.version = 0
+        pool.serves(worker.name, 0)
+        with pytest.raises(OnbeatError, match="no reward workers"):
+            await one_period(pool, Ledger(), scorer=Broken(random.Random(0)))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def test_prompts_added_in_the_middle_of_a_period_take_the_next_slots() -> None:
+    async def main() -> list[MicroBatch]:
+        pool, ledger = Pool(), Ledger()
+        pool.add(worker := generator())
+        worker.version = 0
+        pool.serves(worker.name, 0)
+        loader = PeriodicLoader(SETTINGS, pool, FakeScorer(random.Random(0)), ledger)
+        period = loader.period(0, make_prompts(3))
+        microbatches = []
+        async for microbatch in period:
+            if not microbatches:
+                period.add(make_prompts(5)[3:])
+            microbatches.append(microbatch)
+        return microbatches
+
+    microbatches = run_virtual(main())
+    assert [group.slot for microbatch in microbatches for group in microbatch.groups] == [0, 1, 2, 3, 4]
+    assert [microbatch.closes is not None for microbatch in microbatches].count(True) == 1
+    assert microbatches[-1].closes is not None
+    assert microbatches[-1].closes.num_groups == 5
