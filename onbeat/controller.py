@@ -12,7 +12,7 @@ from onbeat.observe.metrics import Record
 from onbeat.observe.recorder import Recorder, percent
 from onbeat.period import train
 from onbeat.session import Session, open_session
-from onbeat.train.client import TrainerClient
+from onbeat.training.client import TrainerClient
 from onbeat.types import Group
 
 

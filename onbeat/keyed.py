@@ -38,5 +38,5 @@ def uniform(key: int, position: int) -> float:
 
 def shuffled(count: int, *, seed: int, epoch: int) -> list[int]:
     """A permutation of range(count) that depends on nothing but its arguments (not on Python's random module)."""
-    key = _mix(_mix(seed) ^ _mix(epoch))
+    key = _mix(_mix(seed) ^ epoch)
     return sorted(range(count), key=lambda index: (_mix(key ^ index), index))

@@ -96,6 +96,18 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """The worker, which may not have become the leader of its group yet, and whoever is in that group."""
+    kill(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -128,8 +140,7 @@ class ForkServer:
             case Spawn():
                 self._spawn(message, self._channel.take_fd())
             case Kill(pid=pid) if pid in self._workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                kill_group(pid)
 
     def _spawn(self, order: Spawn, fd: int) -> None:
         parent = os.getpid()
@@ -149,26 +160,26 @@ class ForkServer:
                 return
             if pid == 0:
                 return
-            if pid in self._workers:
+            was_worker = pid in self._workers
+            if was_worker:
                 self._workers.discard(pid)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-                self._kill_strays()
+                kill_group(pid)
+            self._kill_strays()
+            if was_worker:
                 self._channel.send(Exited(pid, os.waitstatus_to_exitcode(status)))
 
     def _kill_strays(self) -> None:
+        """Whoever is our child without having been spawned was orphaned by a worker, and serves nobody."""
         for pid in children_of(os.getpid()):
             if pid not in self._workers:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid)
 
     def _leave(self) -> NoReturn:
         """Kill the whole tree below us. A killed child's children become ours, hence the loop."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while children := children_of(os.getpid()):
             for pid in children:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                kill(pid)
             for pid in children:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
@@ -196,8 +207,9 @@ def become_worker(order: Spawn, fd: int, parent: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

@@ -27,7 +27,7 @@ from onbeat.wire import Connection
 
 M = TypeVar("M")
 
-_TORCH_PRELOAD = ("onbeat.train.worker", "onbeat.rollout.worker", "onbeat.model_source")
+_TORCH_PRELOAD = ("onbeat.training.worker", "onbeat.rollout.worker", "onbeat.model_source")
 _LOG_TAIL_LINES = 20
 
 EXACT_ENVIRONMENT = {
@@ -125,6 +125,10 @@ class _Server:
             match message:
                 case Spawned(name=name, pid=pid):
                     new = self._starting.pop(name)
+                    if new.child.cancelled():  # whoever asked for it has given up
+                        new.sock.close()
+                        self.send(Kill(pid))
+                        continue
                     self._children[pid] = LocalChild(name, pid, Connection(new.sock, new.receives), new.log, self)
                     new.child.set_result(self._children[pid])
                 case Exited(pid=pid, status=status):
@@ -139,8 +143,9 @@ class _Server:
     def _fail_starting(self) -> None:
         for name, starting in self._starting.items():
             starting.sock.close()
-            error = WorkerError(f"{name} could not be started: the fork server died", log_tail(self._log))
-            starting.child.set_exception(error)
+            if not starting.child.cancelled():
+                error = WorkerError(f"{name} could not be started: the fork server died", log_tail(self._log))
+                starting.child.set_exception(error)
         self._starting.clear()
 
     async def close(self) -> None:

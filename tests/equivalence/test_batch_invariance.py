@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -54,13 +54,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: list[Arrival], rows: int) -> None:
     check_invariance(architecture, schedule, rows)
 
 
 @given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 def test_completions_do_not_depend_on_the_batch_with_two_threads(schedule: list[Arrival], rows: int) -> None:
     torch.set_num_threads(2)
     check_invariance("llama", schedule, rows)

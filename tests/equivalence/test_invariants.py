@@ -71,7 +71,9 @@ class RelabellingScorer(FakeScorer):
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Rollout, ...]:
         rollouts = await super().score(prompt, completions)
         return tuple(
-            Rollout(completion=msgspec.structs.replace(r.completion, **self.change), text="", reward=1.0, rewards=(1.0,))
+            Rollout(
+                completion=msgspec.structs.replace(r.completion, **self.change), text="", reward=1.0, rewards=(1.0,)
+            )
             for r in rollouts
         )
 

@@ -118,7 +118,7 @@ CALM = Chaos(seed=0, num_generators=1, deaths=0, duplicates=0.0, late=0.0)
 
 
 @given(case=cases, first=chaos(), second=chaos())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sync_and_periodic_hand_the_trainer_the_same_sequence_whatever_happens(
     case: Case, first: Chaos, second: Chaos, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -134,7 +134,7 @@ def test_sync_and_periodic_hand_the_trainer_the_same_sequence_whatever_happens(
 
 
 @given(case=cases, behaviour=chaos())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_slot_is_trained_once_and_in_slot_order(case: Case, behaviour: Chaos) -> None:
     case = replace(case, elide=False, unscorable=frozenset())
     trainer, _, _ = run(case, behaviour)
@@ -143,7 +143,7 @@ def test_each_slot_is_trained_once_and_in_slot_order(case: Case, behaviour: Chao
 
 
 @given(case=cases, behaviour=chaos())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_completion_order_trains_the_same_groups_in_the_same_updates(case: Case, behaviour: Chaos) -> None:
     in_order, _, _ = run(case, CALM)
     by_arrival, _, _ = run(case, behaviour, order="completion")
@@ -164,7 +164,7 @@ def updates(trainer: FakeTrainer) -> dict[tuple[int, int], tuple[list[object], U
 
 
 @given(case=cases)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_denominators_count_elided_groups_and_leave_out_unscorable_rollouts(case: Case) -> None:
     trainer, _, _ = run(case, CALM)
     totals = [item for item in trainer.log if isinstance(item, UpdateTotals)]

@@ -58,7 +58,7 @@ def test_the_controllers_side_imports_no_torch() -> None:
     names = ["onbeat", "onbeat.cli", "onbeat.config", "onbeat.controller", "onbeat.errors", "onbeat.functions",
              "onbeat.keyed", "onbeat.ledger", "onbeat.loader", "onbeat.messages", "onbeat.model_source",
              "onbeat.own_loop", "onbeat.period", "onbeat.protocols", "onbeat.session", "onbeat.types", "onbeat.wire",
-             "onbeat.batch.pack", "onbeat.rollout.client", "onbeat.rollout.pool", "onbeat.train.client",
+             "onbeat.batch.pack", "onbeat.rollout.client", "onbeat.rollout.pool", "onbeat.training.client",
              "onbeat.weights.memory"]
     for package in ("prompts", "reward", "group", "observe", "cluster"):
         folder = importlib.import_module(f"onbeat.{package}").__path__

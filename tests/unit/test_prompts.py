@@ -1,4 +1,4 @@
-"""From rows to prompts: what a dataset may hold, that our tokens are those of transformers, and the order of training."""
+"""From rows to prompts: what a dataset may hold, that our tokens are those of transformers, the order of training."""
 
 from __future__ import annotations
 
@@ -340,6 +340,7 @@ def order(cursor: PromptCursor, sizes: list[int]) -> list[int]:
     return [prompt.token_ids[0] for size in sizes for prompt in cursor.take(size)]
 
 
+@settings(deadline=None)
 @given(
     count=st.integers(1, 30), seed=st.integers(0, 2**63 - 1), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=8)
 )
@@ -354,6 +355,7 @@ def test_every_epoch_is_a_permutation_and_the_order_depends_on_the_seed_alone(
     assert taken == order(PromptCursor(numbered(count), seed=seed, shuffle=True), [1] * sum(sizes))
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 30), before=st.integers(0, 100))
 def test_a_cursor_put_at_a_position_goes_on_as_if_it_had_come_there(count: int, before: int) -> None:
     walked = PromptCursor(numbered(count), seed=3, shuffle=True)

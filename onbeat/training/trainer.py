@@ -15,8 +15,8 @@ import torch
 from onbeat.batch.layout import PlainLayout
 from onbeat.config import Config, TrainerConfig
 from onbeat.protocols import UpdateReport
-from onbeat.train.losses import denominator, grpo_token_loss, token_weights
-from onbeat.train.tri_model import TriModel
+from onbeat.training.losses import denominator, grpo_token_loss, token_weights
+from onbeat.training.tri_model import TriModel
 from onbeat.types import MicroBatch, UpdateTotals
 from onbeat.weights import snapshot
 

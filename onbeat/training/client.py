@@ -52,7 +52,7 @@ class TrainerClient:
     async def start(cls, launcher: Launcher, settings: WorkerSettings, trace: Tracer) -> TrainerClient:
         child: Child[FromTrainer] = await launcher.spawn(
             name=settings.name,
-            entry="onbeat.train.worker:main",
+            entry="onbeat.training.worker:main",
             settings=settings,
             receives=FromTrainer,
             uses_torch=True,

@@ -15,6 +15,7 @@ import torch
 
 from onbeat.batch.layout import PlainLayout
 from onbeat.device import load_model
+from onbeat.training.logprobs import completion_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,23 +54,14 @@ class TriModel:
         self._moved = True
 
     def logprobs(self, layout: PlainLayout) -> Logprobs:
-        policy_T, entropy_T = self._run(self.policy, layout)
+        policy_T, entropy_T = self._logprobs(self.policy, layout)
         with torch.no_grad():
-            old_T = self._run(self._old, layout)[0] if self._moved else policy_T.detach()
-            ref_T = self._run(self._reference, layout)[0] if self._reference is not None else None
+            old_T = self._logprobs(self._old, layout)[0] if self._moved else policy_T.detach()
+            ref_T = self._logprobs(self._reference, layout)[0] if self._reference is not None else None
         return Logprobs(policy_T=policy_T, old_T=old_T, ref_T=ref_T, entropy_T=entropy_T)
 
-    def _run(self, model: Any, layout: PlainLayout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of the targets and the entropy of each prediction. The head runs from the first
-        prediction of the shortest prompt on; nothing before it is needed."""
-        first = int(layout.position_T.min())
-        kept = torch.arange(first, layout.tokens_S_L.shape[1])
-        output = model(input_ids=layout.tokens_S_L, use_cache=False, logits_to_keep=kept)
-        logits_T_V = output.logits[layout.sequence_T, layout.position_T - first].float() / self._temperature
-        logprobs_T_V = torch.log_softmax(logits_T_V, dim=-1)
-        with torch.no_grad():
-            entropy_T = -(logprobs_T_V.exp() * logprobs_T_V).sum(dim=-1)
-        return logprobs_T_V.gather(1, layout.target_T[:, None])[:, 0], entropy_T
+    def _logprobs(self, model: Any, layout: PlainLayout) -> tuple[torch.Tensor, torch.Tensor]:
+        return completion_logprobs(model, layout, self._temperature)
 
 
 def _frozen(model_dir: str) -> Any:

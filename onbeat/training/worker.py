@@ -26,7 +26,7 @@ from onbeat.messages import (
     TrainerReady,
     WorkerSettings,
 )
-from onbeat.train.trainer import GrpoTrainer
+from onbeat.training.trainer import GrpoTrainer
 from onbeat.wire import Channel
 
 

@@ -1,0 +1,209 @@
+"""The trainer's gradient: what it is, and that it does not care how the groups were cut, packed or ordered."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.config import Config
+from onbeat.device import load_model
+from onbeat.training.trainer import GrpoTrainer
+from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
+from onbeat.weights.snapshot import Mapped
+from tests.fakes.models import VOCABULARY, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(directory)
+    return str(directory)
+
+
+def make_config(model_dir: str, **algorithm: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": model_dir},
+            "data": {"path": "unused.jsonl"},
+            "reward": {"functions": [{"path": "exact_match"}]},
+            "algorithm": algorithm,
+            "sampling": {"max_new_tokens": 12, "temperature": 0.8},
+            "schedule": {"updates_per_period": 2},
+        }
+    )
+
+
+@st.composite
+def train_groups(draw: st.DrawFn) -> list[TrainGroup]:
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    groups = []
+    for slot in range(draw(st.integers(1, 5))):
+        completions = tuple(
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))) for _ in range(rng.randint(1, 5))
+        )
+        groups.append(
+            TrainGroup(
+                slot=slot,
+                prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))),
+                completion_ids=completions,
+                sampler_logprobs=tuple(tuple(-1.0 for _ in completion) for completion in completions),
+                advantages=tuple(rng.gauss(0, 1) for _ in completions),
+            )
+        )
+    return groups
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def accumulate(trainer: GrpoTrainer, packs: list[list[TrainGroup]]) -> None:
+    for index, pack in enumerate(packs):
+        trainer.accumulate(MicroBatch(period=0, update=0, index=index, rank=0, groups=tuple(pack)))
+
+
+def gradient(trainer: GrpoTrainer) -> torch.Tensor:
+    parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in trainer.model.parameters()]
+    trainer.model.zero_grad()
+    return torch.cat(parts)
+
+
+def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp_min(1e-12)).item()
+
+
+@given(groups=train_groups(), seed=st.integers(0, 10**6), cuts=st.lists(st.booleans(), min_size=5, max_size=5))
+@settings(max_examples=20)
+def test_permuted_and_repacked_groups_give_the_same_gradient_to_1e_6(
+    model_dir: str, groups: list[TrainGroup], seed: int, cuts: list[bool]
+) -> None:
+    trainer = GrpoTrainer(make_config(model_dir, beta=0.05), model_dir)
+    accumulate(trainer, [[group] for group in groups])
+    in_order = gradient(trainer)
+    shuffled = list(groups)
+    random.Random(seed).shuffle(shuffled)
+    packs: list[list[TrainGroup]] = []
+    for group, cut in zip(shuffled, cuts, strict=False):
+        if cut or not packs:
+            packs.append([])
+        packs[-1].append(group)
+    accumulate(trainer, packs)
+    assert relative_difference(gradient(trainer), in_order) < 1e-6
+
+
+def straightforward_loss(
+    model: torch.nn.Module, reference: torch.nn.Module, groups: list[TrainGroup], config: Config
+) -> torch.Tensor:
+    """GRPO as the paper writes it: one completion at a time, one token at a time, one mean over everything."""
+    algorithm, temperature = config.algorithm, config.sampling.temperature
+    sequences = []
+    for group in groups:
+        for completion, advantage in zip(group.completion_ids, group.advantages, strict=True):
+            ids = torch.tensor([group.prompt_ids + completion])
+            policy = torch.log_softmax(model(ids).logits[0] / temperature, -1)
+            ref = torch.log_softmax(reference(ids).logits[0] / temperature, -1).detach()
+            terms = []
+            for t, token in enumerate(completion):
+                at = len(group.prompt_ids) - 1 + t
+                ratio = torch.exp(policy[at, token] - policy[at, token].detach())
+                clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+                gap = ref[at, token] - policy[at, token]
+                terms.append(
+                    -torch.min(ratio * advantage, clipped * advantage) + algorithm.beta * (gap.exp() - gap - 1)
+                )
+            sequences.append(torch.stack(terms))
+    match algorithm.loss_mean:
+        case "sequence":
+            return torch.stack([terms.mean() for terms in sequences]).mean()
+        case "token":
+            return torch.cat(sequences).mean()
+        case "constant":
+            return torch.stack([terms.sum() / config.sampling.max_new_tokens for terms in sequences]).mean()
+
+
+@pytest.mark.parametrize("loss_mean", ["sequence", "token", "constant"])
+@given(groups=train_groups())
+@settings(max_examples=8)
+def test_the_streamed_gradient_is_that_of_the_formula(model_dir: str, loss_mean: str, groups: list[TrainGroup]) -> None:
+    config = make_config(model_dir, beta=0.05, loss_mean=loss_mean)
+    trainer = GrpoTrainer(config, model_dir)
+    with torch.no_grad():  # away from the reference, so that the KL has a gradient
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter))
+    straightforward_loss(trainer.model, load_model(model_dir), groups, config).backward()
+    expected = gradient(trainer)
+    accumulate(trainer, [[group] for group in groups])
+    num_sequences = sum(len(group.completion_ids) for group in groups)
+    num_tokens = sum(len(c) for group in groups for c in group.completion_ids)
+    summed = gradient(trainer)
+    assert relative_difference(summed / (num_tokens if loss_mean == "token" else num_sequences), expected) < 1e-5
+
+
+def test_the_optimizer_steps_on_zeros_when_every_group_was_elided(model_dir: str) -> None:
+    """AdamW has momentum: a period without gradient still moves the weights, and must not skip them."""
+    trainer = GrpoTrainer(make_config(model_dir), model_dir)
+    group = TrainGroup(
+        slot=0, prompt_ids=(1, 2), completion_ids=((3, 4), (5,)), sampler_logprobs=((-1.0, -1.0), (-1.0,)),
+        advantages=(1.0, -1.0),
+    )  # fmt: skip
+    totals = UpdateTotals(num_groups=1, num_sequences=2, num_tokens=3)
+    accumulate(trainer, [[group]])
+    first = trainer.step(totals)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    second = trainer.step(totals)
+    assert first.loss is not None
+    assert second.loss is None
+    assert second.entropy is None
+    assert second.grad_norm == 0.0
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_old_is_the_policy_of_the_periods_start_after_the_first_update(model_dir: str) -> None:
+    trainer = GrpoTrainer(make_config(model_dir, clip_low=0.0, clip_high=0.0), model_dir)
+    trainer._optimizer.param_groups[0]["lr"] = 1.0
+    group = TrainGroup(
+        slot=0, prompt_ids=(1, 2), completion_ids=((3, 4), (5,)), sampler_logprobs=((-1.0, -1.0), (-1.0,)),
+        advantages=(1.0, -1.0),
+    )  # fmt: skip
+    start = load_model(model_dir)
+    totals = UpdateTotals(num_groups=1, num_sequences=2, num_tokens=3)
+    accumulate(trainer, [[group]])
+    trainer.step(totals)
+    assert trainer._models._old is not None
+    for old, policy in zip(trainer._models._old.parameters(), start.parameters(), strict=True):
+        assert torch.equal(old, policy)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(model_dir: str) -> None:
+    trainer = GrpoTrainer(make_config(model_dir), model_dir)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    group = TrainGroup(
+        slot=0, prompt_ids=(1,), completion_ids=((3,), (4,)), sampler_logprobs=((-1.0,), (-1.0,)),
+        advantages=(float("inf"), 0.0),
+    )  # fmt: skip
+    accumulate(trainer, [[group]])
+    report = trainer.step(UpdateTotals(num_groups=1, num_sequences=2, num_tokens=2))
+    assert not report.stepped
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_snapshot_holds_the_weights_of_its_moment(model_dir: str, tmp_path: Path) -> None:
+    trainer = GrpoTrainer(make_config(model_dir), model_dir)
+    fd, num_bytes, digest = trainer.snapshot()
+    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1.0)
+    mapped = Mapped(os.dup(fd), num_bytes)
+    os.close(fd)
+    assert mapped.digest() == digest
+    loaded = {name: torch.empty_like(value) for name, value in expected.items()}
+    mapped.load_into(loaded)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
