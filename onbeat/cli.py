@@ -115,9 +115,17 @@ def run_until_signal(config: Config) -> TrainResult:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run(config, say=lambda line: print(line, flush=True))
+        return await run(config, say=_say, warn=_warn)
 
     return asyncio.run(supervised())
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _warn(sentence: str) -> None:
+    print(f"onbeat: {sentence}", file=sys.stderr, flush=True)
 
 
 def _describe(config: Config) -> str:

@@ -67,8 +67,11 @@ def prepare_run_dir(config: Config) -> Path:
     return run_dir
 
 
-async def run(config: Config, say: Callable[[str], None]) -> TrainResult:
-    """Train as the configuration says; every process is gone when this returns or raises."""
+async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], None]) -> TrainResult:
+    """Train as the configuration says; every process is gone when this returns or raises.
+
+    `say` gets a line about each step of the way, `warn` what went wrong without stopping the run.
+    """
     run_dir = prepare_run_dir(config)
     schedule = config.schedule
     recorder = _ProbedRecorder(
@@ -76,7 +79,7 @@ async def run(config: Config, say: Callable[[str], None]) -> TrainResult:
     )
     model_path = run_dir / "model"
     try:
-        async with open_session(config, run_dir, recorder.span) as session:
+        async with open_session(config, run_dir, recorder.span, warn) as session:
             recorder.session = session
             if session.dropped:
                 say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")

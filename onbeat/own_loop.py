@@ -117,7 +117,7 @@ def open_loader(*recipes: str, overrides: dict[str, Any] | None = None) -> Itera
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     trace = Trace(run_dir / "trace.json", zero_s=loop.time())
-    opened = open_session(config, run_dir, trace.span)
+    opened = open_session(config, run_dir, trace.span, warnings.warn)
     try:
         session = call(opened.__aenter__())
         try:

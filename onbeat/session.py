@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +68,9 @@ class Session:
 
 
 @asynccontextmanager
-async def open_session(config: Config, run_dir: Path, trace: Tracer) -> AsyncIterator[Session]:
+async def open_session(
+    config: Config, run_dir: Path, trace: Tracer, warn: Callable[[str], None]
+) -> AsyncIterator[Session]:
     """Start everything that generates and scores; end it, whatever happens inside."""
     async with AsyncExitStack() as stack:
         launcher = LocalLauncher(run_dir / "logs")
@@ -94,7 +96,7 @@ async def open_session(config: Config, run_dir: Path, trace: Tracer) -> AsyncIte
             timeout_s=config.reward.timeout_s,
         )
         stack.push_async_callback(scorer.close)
-        pool = Pool(trace)
+        pool = Pool(trace, warn)
         channel = MemoryChannel(pool)
         stack.callback(channel.close)
         session = Session(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -93,12 +94,13 @@ class Harvest:
 
 
 class Pool:
-    def __init__(self, trace: Tracer = no_trace) -> None:
+    def __init__(self, trace: Tracer = no_trace, warn: Callable[[str], None] = lambda sentence: None) -> None:
         self._members: dict[str, _Member] = {}
         self._jobs: dict[GroupKey, _Job] = {}
         self._waiting: list[tuple[int, int, int, GroupRequest]] = []
         self._harvests: dict[HarvestKey, Harvest] = {}
         self._trace = trace
+        self._warn = warn
         self.counts = PoolCounts()
         self.last_loss: Exception | None = None
 
@@ -126,6 +128,7 @@ class Pool:
             return
         self.counts.lost_workers += 1
         self.last_loss = error
+        self._warn(f"{error}\n{len(member.outstanding)} of its groups go to others; {len(self._members)} are left")
         for key, owed in member.outstanding.items():
             if job := self._jobs.get(key):
                 samples = tuple(sample for sample in job.missing if sample in owed)

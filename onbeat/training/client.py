@@ -79,7 +79,7 @@ class TrainerClient:
 
     def _accumulated(self, answer: asyncio.Future[Answer]) -> None:
         self._window.release()
-        if answer.exception() is None and isinstance(done := answer.result(), Accumulated):
+        if not answer.cancelled() and answer.exception() is None and isinstance(done := answer.result(), Accumulated):
             self._trace(self._child.name, f"micro-batch {done.index}", done.began_s, done.ended_s)
 
     async def step(self, totals: UpdateTotals) -> UpdateReport:
@@ -119,10 +119,14 @@ class TrainerClient:
                     case TrainerReady():
                         raise WorkerError(f"{self._child.name} started twice")
                     case _:
-                        self._pending.popleft().set_result(message)
+                        answer = self._pending.popleft()
+                        if not answer.cancelled():  # else whoever asked is being stopped
+                            answer.set_result(message)
             status = await self._child.exited()
             raise WorkerError(f"{self._child.name} died (status {status})", self._child.log_tail())
         except WorkerError as error:
             self._failure = error
-            while self._pending:
-                self._pending.popleft().set_exception(error)
+            for answer in self._pending:
+                if not answer.cancelled():
+                    answer.set_exception(error)
+            self._pending.clear()

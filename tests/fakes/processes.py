@@ -1,0 +1,80 @@
+"""A real `onbeat train` in a process of its own, every process of which can be found, by an environment variable."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from tests.fakes.runs import RECIPE, SMALL
+
+_GRACE_S = 30.0
+"""How long a process may take to be gone. Only a failing test waits for it."""
+
+
+class RunProcess:
+    def __init__(self, run_dir: Path, **overrides: Any) -> None:
+        self.run_dir = run_dir
+        self._mark = f"ONBEAT_TEST_MARK={uuid.uuid4()}"
+        keys = {key.replace("__", "."): value for key, value in overrides.items()}
+        flags = [text for key, value in {**SMALL, **keys}.items() for text in (f"--{key}", str(value))]
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "onbeat.cli", "train", RECIPE, "--run.dir", str(run_dir), *flags],
+            env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for_line(self, start: str) -> str:
+        """Read its output up to the line that starts so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line
+        raise AssertionError(f"it ended without a line {start!r}: {self.process.stderr and self.process.stderr.read()}")
+
+    def alive(self) -> dict[int, str]:
+        """Every living process of the run: pid and name."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    marked = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                    if marked and state != "Z":
+                        found[int(entry.name)] = (entry / "comm").read_text().strip()
+                except OSError:
+                    continue
+        return found
+
+    def pid_of(self, name: str) -> int:
+        return next(pid for pid, known in self.alive().items() if known == name)
+
+    def wait_until_all_gone(self) -> dict[int, str]:
+        """Wait for the end of every process of the run; what is left after the grace time."""
+        while alive := self.alive():
+            for pid in alive:
+                try:
+                    handle = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    continue
+                try:
+                    if not select.select([handle], [], [], _GRACE_S)[0]:
+                        return self.alive()
+                finally:
+                    os.close(handle)
+        return {}
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        output, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, output, errors
+
+    def sockets_left(self) -> list[Path]:
+        return [path for path in self.run_dir.rglob("*") if path.is_socket()]
