@@ -84,6 +84,7 @@ async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], 
             if session.dropped:
                 say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")
             trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), recorder.span)
+            session.closing.callback(trainer.close)
             await train(
                 num_periods=schedule.periods,
                 prompts_per_period=schedule.prompts_per_period,

@@ -43,6 +43,8 @@ class Session:
     loader: PeriodicLoader
     channel: MemoryChannel
     sampling: Sampling
+    closing: AsyncExitStack
+    """What is undone when the session ends, the last first."""
 
     def worker_settings(self, name: str) -> WorkerSettings:
         return WorkerSettings(config=self.config.model_dump_json(), model_dir=str(self.model_dir), name=name)
@@ -112,12 +114,14 @@ async def open_session(
             ),
             channel=channel,
             sampling=sampling,
+            closing=stack,
         )
         names = [f"generator-{number}" for number in range(config.generator.count)]
         starts = [EmbeddedGenerator.start(launcher, session.worker_settings(name)) for name in names]
         generators, _ = await asyncio.gather(asyncio.gather(*starts), scorer.start())
         for generator in generators:
             pool.add(generator)
+            stack.callback(generator.close)
         yield session
 
 

@@ -202,7 +202,8 @@ class Channel(Generic[M]):
     def send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
         data = memoryview(frame(message))
         sent = self._sock.sendmsg([data], attach(fds or []))
-        self._sock.sendall(data[sent:])
+        if sent < len(data):
+            self._sock.sendall(data[sent:])
 
     def recv(self) -> M | None:
         """The next message; None when the controller is gone."""

@@ -92,6 +92,11 @@ class EmbeddedGenerator:
                 f"version {activated.version} was activated instead", period=version, worker=self.name
             )
 
+    def close(self) -> None:
+        """The run is over: what becomes of the process is no news any more."""
+        if self._reader is not None:
+            self._reader.cancel()
+
     async def _ask(self, order: Stage | Activate, answer: type[R], fds: list[int] | None = None) -> R:
         assert self._answer is None, "one question at a time"
         self._answer = asyncio.get_running_loop().create_future()

@@ -95,6 +95,10 @@ class TrainerClient:
     async def export(self, directory: str) -> None:
         await self._ask(Export(directory), Exported)
 
+    def close(self) -> None:
+        """The run is over: what becomes of the process is no news any more."""
+        self._reader.cancel()
+
     async def _ask(self, order: Struct, answer: type[R]) -> R:
         reply = await self._send(order)
         if not isinstance(reply, answer):

@@ -84,7 +84,7 @@ def test_a_killed_reward_worker_is_replaced_and_the_weights_are_the_same(tmp_pat
     run.wait_for_line("period 2/")
     os.kill(run.pid_of("reward-0"), signal.SIGKILL)
     code, _, errors = run.finish()
-    assert code == 0, errors
+    assert (code, errors) == (0, "")
     assert run_digests(tmp_path / "disturbed") == undisturbed
     assert len(list((tmp_path / "disturbed" / "logs").glob("reward-0*"))) == 2
 

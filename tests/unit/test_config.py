@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -365,8 +365,15 @@ TREES = st.fixed_dictionaries(
 )
 
 
+ODD = "\x00\x1f\x7f\x85\u2028\U0001f600 \"'\\ \t\r\n #"
+
+
 @settings(deadline=None)
 @given(tree=TREES)
+@example(
+    tree={"run": {"dir": ODD}, "model": {"path": "m:" + ODD}, "data": {"path": "d:" + ODD}}
+    | {"reward": {"functions": [{"path": "r:" + ODD, "weight": float("inf")}]}}
+)
 def test_the_written_configuration_gives_itself_again(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -125,7 +125,7 @@ TEMPLATE = """
     {%- endif %}
     {{- eos_token }}
 {% endfor %}
-{% if add_generation_prompt %}
+    {% if add_generation_prompt %}
 <|start|>assistant ({{ strftime_now("%Y") }})
 {% endif %}
 """

@@ -92,6 +92,8 @@ def test_parameters_and_views_that_are_not_contiguous_may_be_written_and_loaded_
     mapped = Mapped(fd, num_bytes)
     mapped.load_into(targets)
     mapped.close()
+    with pytest.raises(ValueError, match="closed"):
+        mapped.load_into(targets)
     assert torch.equal(targets["weight"], weight)
     assert torch.equal(targets["transposed"], weight.t())
     assert torch.equal(targets["strided"], weight[:, ::2])
