@@ -73,8 +73,9 @@ class Ledger:
         return entry
 
     def close(self, num_slots: int) -> list[Entry]:
-        """End the period: every slot 0 … num_slots-1 must be there."""
+        """End the period: every slot 0 … num_slots-1 must be there, and no other."""
         assert self._period is not None, "close() outside of a period"
+        assert all(slot < num_slots for slot in self._open), "a slot was trained that was never sent"
         missing = sorted(set(range(num_slots)) - self._open.keys())
         if missing:
             raise MissingSlotsError(

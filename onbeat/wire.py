@@ -171,10 +171,13 @@ class Connection(Generic[M]):
             except BlockingIOError:
                 self._readable.clear()
                 self._loop.add_reader(self._sock, self._readable.set)
-                await self._readable.wait()
+                try:
+                    await self._readable.wait()
+                finally:
+                    if not self._closed:
+                        self._loop.remove_reader(self._sock)
                 if self._closed:
                     return b"", []
-                self._loop.remove_reader(self._sock)
 
     def take_fd(self) -> int:
         return self._reader.take_fd()

@@ -61,7 +61,6 @@ class Recorder:
         self.records.append(record)
         self._metrics.write(msgspec.json.encode(record) + b"\n")
         self._metrics.flush()
-        self._trace.flush()
         self._say(self._line(record))
 
     def evaluated(self, version: int, groups: Sequence[Group]) -> None:

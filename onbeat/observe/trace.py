@@ -15,7 +15,7 @@ import msgspec
 
 class Trace:
     def __init__(self, path: Path, zero_s: float) -> None:
-        self._file: IO[bytes] = path.open("wb")
+        self._file: IO[bytes] = path.open("wb", buffering=0)
         self._file.write(b"[\n")
         self._zero_s = zero_s
         self._lanes: dict[str, tuple[int, list[float]]] = {}
@@ -44,9 +44,6 @@ class Trace:
 
     def _write(self, **event: Any) -> None:
         self._file.write(msgspec.json.encode(event) + b",\n")
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def close(self) -> None:
         """A last event without a comma, then the bracket."""

@@ -17,17 +17,17 @@ from onbeat.functions import load_function
 Row = dict[str, Any]
 
 
-def read_rows(source: str) -> list[Row]:
-    """Every row of the source, checked."""
-    rows = [_checked(row, source, number) for number, row in enumerate(_raw_rows(source), 1)]
+def read_rows(source: str, key: str = "data.path") -> list[Row]:
+    """Every row of the source that the recipe's `key` names, checked."""
+    rows = [_checked(row, source, number) for number, row in enumerate(_raw_rows(source, key), 1)]
     if not rows:
         raise InputError(f"{source} has no rows")
     return rows
 
 
-def _raw_rows(source: str) -> Iterator[Any]:
+def _raw_rows(source: str, key: str) -> Iterator[Any]:
     if ":" in source:
-        function = load_function(source, "data.path")
+        function = load_function(source, key)
         try:
             yield from function()
         except Exception as error:
@@ -35,7 +35,7 @@ def _raw_rows(source: str) -> Iterator[Any]:
     elif source.endswith(".jsonl"):
         yield from _jsonl(Path(source))
     else:
-        raise InputError(f"data.path = {source!r} is neither a .jsonl file nor file.py:function")
+        raise InputError(f"{key} = {source!r} is neither a .jsonl file nor file.py:function")
 
 
 def _jsonl(path: Path) -> Iterator[Any]:

@@ -14,29 +14,18 @@ not n finite numbers is an error that says what it was, never a 0.
 from __future__ import annotations
 
 import asyncio
-import difflib
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from onbeat.errors import InputError
+from onbeat.functions import described, did_you_mean, load_function, shown
 from onbeat.messages import ScoreCall
 from onbeat.reward.builtin import BUILTINS, text_of
 
-_MAX_SHOWN = 80
-"""Characters of a foreign value or message in a sentence."""
 _VERL_MARKS = {"solution_str", "ground_truth"}
-
-
-class LoadError(Exception):
-    """A function that cannot be used at all; the text is a sentence for the user."""
 
 
 class RewardError(Exception):
@@ -140,113 +129,19 @@ def _checked_value(value: Any, place: str) -> float | None:
     return number
 
 
-def described(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__} ({shown(value)})"
-
-
-def shown(value: object) -> str:
-    """A short repr of a foreign value, which may be of a class with a broken one."""
-    try:
-        text = repr(value)
-    except Exception:
-        return "its repr fails"
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"
-
-
-def raised(error: BaseException) -> str:
-    """The exception as "ValueError: message (line 12 of rewards.py)"; the line is the innermost one."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:
-        message = "its message cannot be shown"
-    if len(message) > 4 * _MAX_SHOWN:
-        message = message[: 4 * _MAX_SHOWN - 1] + "…"
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-    if not frames or isinstance(error, SyntaxError):
-        return text
-    return f"{text} (line {frames[-1].lineno} of {Path(frames[-1].filename).name})"
-
-
 def load(path: str, loop: asyncio.Runner) -> LoadedFunction:
-    """The function a recipe names. Raises LoadError."""
-    place, colon, name = path.rpartition(":")
+    """The function a recipe names. Raises InputError."""
+    function = load_function(path, "reward.functions") if ":" in path else _builtin(path)
     try:
-        if not colon:
-            function = _builtin(path)
-        elif place.endswith(".py") or "/" in place:
-            function = _member(_module_of_file(Path(place).expanduser()), name, place)
-        else:
-            function = _member(_module_of_name(place), name, place)
         return LoadedFunction(path, function, loop)
-    except LoadError as error:
-        raise LoadError(f"The reward function {path} cannot be loaded: {error}") from error.__cause__
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the parameters of {path!r} cannot be read. Wrap it in a def.") from error
 
 
 def _builtin(name: str) -> Callable[..., Any]:
     if name not in BUILTINS:
-        raise LoadError(
-            f"there is no built-in reward {name!r}{_did_you_mean(name, list(BUILTINS))} "
+        raise InputError(
+            f"there is no built-in reward {name!r}{did_you_mean(name, list(BUILTINS))} "
             f"The built-in ones are {', '.join(BUILTINS)}; your own is written file.py:function."
         )
     return BUILTINS[name]
-
-
-def _module_of_file(file: Path) -> ModuleType:
-    """Import the file as a script would be: its folder is on the path, so that it finds its neighbours."""
-    file = file.absolute()
-    if not file.is_file():
-        raise LoadError(f"there is no file {file}. Correct the path in the recipe's reward.functions.")
-    name = f"reward_file_{file.parent.as_posix().replace('.', '_')}_{file.stem}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise LoadError(f"{file} is not a Python file. Name one that ends in .py.")
-    if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        raise _import_failed(str(file), error) from error
-    return module
-
-
-def _module_of_name(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except BaseException as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            raise LoadError(
-                f"there is no module {error.name}. Install it, or name a file instead: path/to/file.py:function."
-            ) from error
-        raise _import_failed(name, error) from error
-
-
-def _import_failed(what: str, error: BaseException) -> LoadError:
-    return LoadError(
-        f"importing {what} raised {raised(error)}. Correct that; the whole traceback is in this worker's log."
-    )
-
-
-def _member(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
-    offered = [key for key, value in vars(module).items() if inspect.isroutine(value) and not key.startswith("_")]
-    if not hasattr(module, name):
-        listed = f" It has {', '.join(offered[:10])}." if offered else " It has none at all."
-        raise LoadError(f"{place} has no function {name!r}{_did_you_mean(name, offered)}{listed}")
-    function = getattr(module, name)
-    if inspect.isclass(function) or not callable(function):
-        kind = "a class" if inspect.isclass(function) else described(function)
-        raise LoadError(f"{name!r} in {place} is {kind}. Name a function.")
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise LoadError(f"the parameters of {name!r} in {place} cannot be read. Wrap it in a def.") from error
-    found: Callable[..., Any] = function
-    return found
-
-
-def _did_you_mean(name: str, offered: list[str]) -> str:
-    close = difflib.get_close_matches(name, offered, n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."

@@ -25,8 +25,10 @@ from typing import TextIO
 
 import msgspec
 
+from onbeat.errors import InputError
+from onbeat.functions import raised
 from onbeat.messages import Failed, ScoreCall, ScoreResult, ScorerReady, ScoreSettings, ToScorer
-from onbeat.reward.functions import LoadedFunction, LoadError, RewardError, load, raised
+from onbeat.reward.functions import LoadedFunction, RewardError, load
 from onbeat.wire import Channel
 
 
@@ -38,7 +40,7 @@ def main(sock: socket.socket, settings: bytes) -> None:
     with contextlib.suppress(ConnectionError), asyncio.Runner() as loop:
         try:
             functions = [load(path, loop) for path in paths]
-        except LoadError as error:
+        except InputError as error:
             traceback.print_exc()
             surroundings.restore()
             channel.send(Failed(_plain(str(error))))

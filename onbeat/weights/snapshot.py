@@ -73,7 +73,13 @@ class Mapped:
             odd = sorted(places.keys() ^ targets.keys())[:3]
             raise ValueError(f"the snapshot and the model do not have the same tensors: {odd} …")
         for name, tensor in self._tensors(places):
-            targets[name].copy_(tensor)
+            target = targets[name]
+            if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):  # copy_ would convert without a word
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)} in the snapshot, "
+                    f"{target.dtype} {tuple(target.shape)} in the model"
+                )
+            target.copy_(tensor)
 
     def _places(self) -> dict[str, _Place]:
         length = int.from_bytes(self._memory[:_LENGTH_BYTES], "little")

@@ -641,7 +641,7 @@ def test_a_function_is_found_by_its_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("{dir}/none.py:reward", r"none\.py:reward cannot be loaded: there is no file .*none\.py\. Correct the path"),
+        ("{dir}/none.py:reward", r"none\.py:reward' cannot be loaded: there is no file .*none\.py\. Correct the path"),
         ("{dir}/rewards.py:rewrad", r"rewards\.py has no function 'rewrad'; did you mean 'reward'\? It has reward"),
         ("{dir}/rewards.py:zzz", r"rewards\.py has no function 'zzz'\. It has reward"),
         ("{dir}/rewards.py:NUMBER", r"'NUMBER' in .*rewards\.py is a int \(3\)\. Name a function"),
@@ -652,7 +652,7 @@ def test_a_function_is_found_by_its_module(tmp_path: Path) -> None:
         ("{dir}/dies.py:reward", r"reward-0 ended with its process: exit status 3 while it loaded(.|\n)*last words"),
         ("no_such_package.rewards:reward", r"there is no module no_such_package\. Install it, or name a file"),
         ("onbeat.reward.builtin:exact_mach", r"has no function 'exact_mach'; did you mean 'exact_match'"),
-        ("builtins:max", r"the parameters of 'max' in builtins cannot be read"),
+        ("builtins:max", r"the parameters of 'builtins:max' cannot be read"),
         ("exact_mach", r"there is no built-in reward 'exact_mach'; did you mean 'exact_match'\? The built-in ones"),
     ],
 )  # fmt: skip

@@ -340,7 +340,9 @@ def section(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 
 FUNCTIONS = st.lists(
-    st.fixed_dictionaries({"path": FUNCTION}, optional={"weight": st.floats(allow_nan=False)}), min_size=1, max_size=3
+    st.fixed_dictionaries({"path": FUNCTION}, optional={"weight": st.floats(allow_nan=False, allow_infinity=False)}),
+    min_size=1,
+    max_size=3,
 )
 TREES = st.fixed_dictionaries(
     {
@@ -372,7 +374,7 @@ ODD = "\x00\x1f\x7f\x85\u2028\U0001f600 \"'\\ \t\r\n #"
 @given(tree=TREES)
 @example(
     tree={"run": {"dir": ODD}, "model": {"path": "m:" + ODD}, "data": {"path": "d:" + ODD}}
-    | {"reward": {"functions": [{"path": "r:" + ODD, "weight": float("inf")}]}}
+    | {"reward": {"functions": [{"path": "r:" + ODD, "weight": 1e300}]}}
 )
 def test_the_written_configuration_gives_itself_again(
     tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

@@ -24,7 +24,6 @@ def written(path: Path, spans: list[tuple[str, str, float, float]], *, close: bo
     trace = Trace(path, zero_s=100.0)
     for span in spans:
         trace.span(*span)
-    trace.flush()
     text = path.read_text()
     trace.close()
     return path.read_text() if close else text

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.reward.functions import RewardError, checked, raised
+from onbeat.functions import raised
+from onbeat.reward.functions import RewardError, checked
 
 REWARDS = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
 
