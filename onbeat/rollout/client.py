@@ -6,6 +6,7 @@ import asyncio
 from typing import TypeVar
 
 from onbeat.errors import UnverifiedWeightsError, WorkerError
+from onbeat.handshake import first_word
 from onbeat.messages import (
     Activate,
     Activated,
@@ -46,15 +47,7 @@ class EmbeddedGenerator:
             receives=FromGenerator,
             uses_torch=True,
         )
-        async for message in child.connection.messages():
-            match message:
-                case GeneratorReady(capacity=capacity):
-                    return cls(child, capacity)
-                case Failed(reason=reason):
-                    raise WorkerError(f"{child.name} cannot start: {reason}")
-                case _:
-                    raise WorkerError(f"{child.name} began with a {type(message).__name__}")
-        raise WorkerError(f"{child.name} died while starting (status {await child.exited()})", child.log_tail())
+        return cls(child, (await first_word(child, GeneratorReady)).capacity)
 
     @property
     def name(self) -> str:

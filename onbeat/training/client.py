@@ -17,6 +17,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from onbeat.errors import WorkerError
+from onbeat.handshake import first_word
 from onbeat.messages import (
     Accumulate,
     Accumulated,
@@ -57,15 +58,8 @@ class TrainerClient:
             receives=FromTrainer,
             uses_torch=True,
         )
-        async for message in child.connection.messages():
-            match message:
-                case TrainerReady():
-                    return cls(child, trace)
-                case Failed(reason=reason):
-                    raise WorkerError(f"{child.name} cannot start: {reason}")
-                case _:
-                    raise WorkerError(f"{child.name} began with a {type(message).__name__}")
-        raise WorkerError(f"{child.name} died while starting (status {await child.exited()})", child.log_tail())
+        await first_word(child, TrainerReady)
+        return cls(child, trace)
 
     @property
     def pid(self) -> int:
