@@ -24,7 +24,7 @@ SETTINGS = {
     "schedule.periods": 8,
     "schedule.prompts_per_period": 16,
     "generator.max_sequences": 16,
-    "trainer.microbatch_tokens": 1,
+    "trainer.pack_tokens": 1,
 }
 LANES = {"publish": "#8d99ae", "generator-0": "#2a6f97", "scorer": "#e9c46a", "trainer-0": "#c8553d"}
 

@@ -15,12 +15,12 @@ onbeat.prepare_environment()  # before torch is imported: bits depend on it
 import torch
 from transformers import AutoModelForCausalLM
 
-from onbeat.batch.layout import PlainLayout
+from onbeat.batch.layout import Layout
 from onbeat.cli import parse_overrides
-from onbeat.training.logprobs import completion_logprobs
+from onbeat.training.forward import completion_logprobs, share_prompts
 
 
-def policy_loss(model: torch.nn.Module, layout: PlainLayout, temperature: float) -> torch.Tensor:
+def policy_loss(model: torch.nn.Module, layout: Layout, temperature: float) -> torch.Tensor:
     """Sum over sequences of the mean token loss; divided by the number of sequences when the update closes."""
     logprobs, _ = completion_logprobs(model, layout, temperature)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -32,6 +32,7 @@ def main(recipe: str, run_dir: str, *flags: str) -> None:
         config = loader.config
         torch.set_num_threads(config.trainer.threads)
         model = AutoModelForCausalLM.from_pretrained(loader.model_dir, dtype=torch.float32).train()
+        share_prompts(model)
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=config.trainer.learning_rate, betas=config.trainer.betas, weight_decay=0, fused=True
         )
@@ -39,7 +40,7 @@ def main(recipe: str, run_dir: str, *flags: str) -> None:
             loader.publish(version, model.named_parameters())
             for microbatch in loader.period(version, loader.take_prompts()):
                 if microbatch.groups:
-                    policy_loss(model, PlainLayout.of(microbatch.groups), config.sampling.temperature).backward()
+                    policy_loss(model, Layout.shared(microbatch.groups), config.sampling.temperature).backward()
                 if microbatch.closes is not None:
                     for parameter in model.parameters():
                         if parameter.grad is None:  # every group was elided; AdamW steps all the same

@@ -139,8 +139,11 @@ class TrainerConfig(_Section):
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
-    microbatch_tokens: _Positive = 256
-    """Groups are packed into one forward/backward up to this many tokens; a larger group goes alone."""
+    pack_tokens: _Positive = 256
+    """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
+    better and makes the trainer wait."""
+    max_tokens: _Positive = 4096
+    """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
 
 
 class DataConfig(_Section):

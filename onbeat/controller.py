@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onbeat.config import Config, to_toml
 from onbeat.errors import ConfigError
@@ -43,18 +45,18 @@ class HeldOutEvaluation:
         return await self._session.evaluate(version)
 
 
-class _ProbedRecorder(Recorder):
-    """Records the environment when the first publish has probed the generators."""
-
-    session: Session | None = None
-
-    def published(self, version: int) -> None:
-        super().published(version)
-        if version == 0 and self.session is not None:
-            reason = self.session.why_not_exact()
-            config = self.session.config
-            threads = {"generator": config.generator.threads, "trainer": config.trainer.threads}
-            self.environment(exact=reason is None, why_not=reason, seed=config.seed, threads=threads)
+def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
+    """What the run's numbers rest on. Known once the generators have been probed."""
+    config, reason = session.config, session.why_not_exact()
+    return {
+        "exact": reason is None,
+        "why_not_exact": reason,
+        "shared_prompt": trainer.why_not_shared is None,
+        "why_not_shared": trainer.why_not_shared,
+        "seed": config.seed,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": {"generator": config.generator.threads, "trainer": config.trainer.threads},
+    }
 
 
 def prepare_run_dir(config: Config) -> Path:
@@ -74,17 +76,19 @@ async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], 
     """
     run_dir = prepare_run_dir(config)
     schedule = config.schedule
-    recorder = _ProbedRecorder(
+    recorder = Recorder(
         run_dir, accuracy_threshold=config.reward.accuracy_threshold, num_periods=schedule.periods, say=say
     )
     model_path = run_dir / "model"
     try:
         async with open_session(config, run_dir, recorder.span, warn) as session:
-            recorder.session = session
             if session.dropped:
                 say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")
             trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), recorder.span)
             session.closing.callback(trainer.close)
+            if trainer.why_not_shared is not None:
+                warn(f"prompts are not shared in training: {trainer.why_not_shared}")
+            recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
             await train(
                 num_periods=schedule.periods,
                 prompts_per_period=schedule.prompts_per_period,

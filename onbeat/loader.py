@@ -59,7 +59,7 @@ class LoaderSettings:
     elide: bool
     """A group without advantage needs no forward: true when the loss has no other term (KL, entropy)."""
     updates_per_period: int = 1
-    microbatch_tokens: int = 256
+    pack_tokens: int = 256
     num_ranks: int = 1
 
 
@@ -230,7 +230,7 @@ class Period:
     async def _update(self, update: int) -> AsyncIterator[MicroBatch]:
         """The micro-batches of one optimizer step; the last one carries the denominators."""
         settings = self._settings
-        packer = Packer(settings.microbatch_tokens)
+        packer = Packer(settings.pack_tokens)
         index = itertools.count()
         num_groups = num_sequences = num_tokens = 0
 

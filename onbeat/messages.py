@@ -84,6 +84,8 @@ class Completed(Struct, frozen=True, tag=True):
 
 class TrainerReady(Struct, frozen=True, tag=True):
     num_parameters: int
+    why_not_shared: str | None
+    """Why completions are trained with a copy of the prompt each; None if they share it."""
 
 
 class Accumulate(Struct, frozen=True, tag=True):

@@ -134,6 +134,6 @@ def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
         scale_advantages=config.algorithm.scale_advantages,
         elide=config.algorithm.beta == 0,
         updates_per_period=config.schedule.updates_per_period,
-        microbatch_tokens=config.trainer.microbatch_tokens,
+        pack_tokens=config.trainer.pack_tokens,
         num_ranks=config.trainer.ranks,
     )

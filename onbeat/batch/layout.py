@@ -1,11 +1,23 @@
-"""A micro-batch as tensors, plain form: every completion with its own copy of the prompt, padded on the right.
+"""A micro-batch as tensors.
 
-Axes: S sequences of the micro-batch, L tokens of the longest, T completion tokens of all sequences in a row.
-Causal attention never looks right, so padding needs no mask.
+Axes: S sequences of L tokens go through the model; T completion tokens, of all groups in a row, are trained on.
+
+    plain    S = completions, each with its own copy of the prompt, padded on the right (causal: no mask needed)
+    shared   S = 1: for each group [prompt | completion | completion | …], no padding anywhere. Every completion sees
+             the prompt and itself, and its positions go on from the prompt's end. The prompt is computed once.
+
+In both, the prediction of a completion's first token stands at the prompt's last position. In the shared form the
+completions of a group stand in order of their length, so that those of equal length are one block: a `Block` of C
+completions of R tokens is a plain [C, R] view of the sequence, and attention needs no padding either.
+
+A group too large for one pass is split: first its prompt by itself (`prompt_only`), then its completions in parts
+(`completions_only`), which see the prompt through keys and values kept from the first pass (training/attention.py).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +25,37 @@ import torch
 from onbeat.types import TrainGroup
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """C completions of R tokens each, at `start` of the sequence."""
+
+    start: int
+    num_completions: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_completions * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One group in the shared sequence. `prompt_start` is None if its prompt was computed before."""
+
+    prompt_start: int | None
+    prompt_length: int
+    blocks: tuple[Block, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainLayout:
+class Layout:
     tokens_S_L: torch.Tensor
-    sequence_T: torch.Tensor
-    """Which sequence the token belongs to."""
-    position_T: torch.Tensor
-    """Where its prediction stands: one left of the token itself."""
+    positions_S_L: torch.Tensor
+    segments: tuple[Segment, ...] | None
+    """Of the shared form; None: plain causal sequences."""
+    prediction_T: torch.Tensor
+    """Where the token's prediction stands: an index into the S·L rows; with `completions_only`, 0 is the prompt's last
+    position and the rows count from 1."""
     target_T: torch.Tensor
     sampler_logprobs_T: torch.Tensor
     advantage_T: torch.Tensor
@@ -27,22 +63,151 @@ class PlainLayout:
     """Tokens of the completion it belongs to."""
 
     @classmethod
-    def of(cls, groups: tuple[TrainGroup, ...]) -> PlainLayout:
-        rows = [(group.prompt_ids, completion) for group in groups for completion in group.completion_ids]
-        tokens = torch.zeros(len(rows), max(len(p) + len(c) for p, c in rows), dtype=torch.long)
-        for row, (prompt, completion) in enumerate(rows):
-            tokens[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
-        lengths = torch.tensor([len(completion) for _, completion in rows])
-        sequence = torch.arange(len(rows)).repeat_interleave(lengths)
-        position = torch.cat([torch.arange(len(p) - 1, len(p) - 1 + len(c)) for p, c in rows])
-        logprobs = [x for group in groups for row in group.sampler_logprobs for x in row]
-        advantages = torch.tensor([advantage for group in groups for advantage in group.advantages])
+    def plain(cls, groups: Sequence[TrainGroup]) -> Layout:
+        rows = [_Row(group, index) for group in groups for index in range(len(group.completion_ids))]
+        longest = max(row.prompt_length + row.length for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            tokens[number, : row.prompt_length + row.length] = torch.tensor(row.group.prompt_ids + row.token_ids)
+        starts = [number * longest + row.prompt_length for number, row in enumerate(rows)]
+        predictions = [torch.arange(start - 1, start - 1 + row.length) for start, row in zip(starts, rows, strict=True)]
+        positions = torch.arange(longest).expand(len(rows), -1)
+        return cls._of(tokens, positions, None, rows, predictions)
+
+    @classmethod
+    def shared(cls, groups: Sequence[TrainGroup]) -> Layout:
+        tokens: list[int] = []
+        positions: list[int] = []
+        segments, rows, predictions = [], [], []
+        for group in groups:
+            prompt_start, prompt_length = len(tokens), len(group.prompt_ids)
+            tokens += group.prompt_ids
+            positions += range(prompt_length)
+            mine = _by_length(group)
+            starts = _append(tokens, positions, mine)
+            segments.append(Segment(prompt_start, prompt_length, _blocks(mine, starts)))
+            rows += mine
+            last = torch.tensor([prompt_start + prompt_length - 1])
+            predictions += [
+                torch.cat([last, torch.arange(start, start + row.length - 1)])
+                for start, row in zip(starts, mine, strict=True)
+            ]
+        return cls._of(torch.tensor([tokens]), torch.tensor([positions]), tuple(segments), rows, predictions)
+
+    @classmethod
+    def prompt_only(cls, prompt_ids: Sequence[int]) -> Layout:
+        """The prompt of a split group. Nothing is predicted here: the first tokens belong to the parts."""
+        segments = (Segment(0, len(prompt_ids), ()),)
+        return cls._of(torch.tensor([prompt_ids]), torch.arange(len(prompt_ids))[None], segments, [], [])
+
+    @classmethod
+    def completions_only(cls, part: TrainGroup) -> Layout:
+        """Completions of a split group whose prompt has been computed."""
+        rows = _by_length(part)
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts = _append(tokens, positions, rows)
+        segments = (Segment(None, len(part.prompt_ids), _blocks(rows, starts)),)
+        predictions = [
+            torch.cat([torch.tensor([0]), torch.arange(start + 1, start + row.length)])
+            for start, row in zip(starts, rows, strict=True)
+        ]
+        return cls._of(torch.tensor([tokens]), torch.tensor([positions]), segments, rows, predictions)
+
+    @classmethod
+    def _of(
+        cls,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        segments: tuple[Segment, ...] | None,
+        rows: list[_Row],
+        predictions: list[torch.Tensor],
+    ) -> Layout:
+        lengths = torch.tensor([row.length for row in rows], dtype=torch.long)
+        advantages = torch.tensor([row.advantage for row in rows])
+        logprobs = [logprob for row in rows for logprob in row.sampler_logprobs]
         return cls(
             tokens_S_L=tokens,
-            sequence_T=sequence,
-            position_T=position,
-            target_T=tokens[sequence, position + 1],
+            positions_S_L=positions,
+            segments=segments,
+            prediction_T=torch.cat(predictions) if predictions else torch.zeros(0, dtype=torch.long),
+            target_T=torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.long),
             sampler_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
             advantage_T=advantages.repeat_interleave(lengths),
             length_T=lengths.repeat_interleave(lengths),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One completion of a group."""
+
+    group: TrainGroup
+    index: int
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.group.prompt_ids)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.group.completion_ids[self.index]
+
+    @property
+    def sampler_logprobs(self) -> tuple[float, ...]:
+        return self.group.sampler_logprobs[self.index]
+
+    @property
+    def advantage(self) -> float:
+        return self.group.advantages[self.index]
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+def _by_length(group: TrainGroup) -> list[_Row]:
+    return sorted((_Row(group, index) for index in range(len(group.completion_ids))), key=lambda row: row.length)
+
+
+def _append(tokens: list[int], positions: list[int], rows: list[_Row]) -> list[int]:
+    """Put the completions at the end of the sequence; where each of them starts."""
+    starts = []
+    for row in rows:
+        starts.append(len(tokens))
+        tokens += row.token_ids
+        positions += range(row.prompt_length, row.prompt_length + row.length)
+    return starts
+
+
+def _blocks(rows: list[_Row], starts: list[int]) -> tuple[Block, ...]:
+    placed = zip(starts, rows, strict=True)
+    runs = (list(run) for _, run in itertools.groupby(placed, key=lambda item: item[1].length))
+    return tuple(Block(run[0][0], len(run), run[0][1].length) for run in runs)
+
+
+def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
+    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone).
+
+    Longest first, so that equal lengths stay together; a function of the group alone (R1).
+    """
+    parts: list[list[int]] = []
+    room = 0
+    order = sorted(range(len(group.completion_ids)), key=lambda index: -len(group.completion_ids[index]))
+    for index in order:
+        length = len(group.completion_ids[index])
+        if not parts or length > room:
+            parts.append([])
+            room = max_tokens
+        parts[-1].append(index)
+        room -= length
+    return [
+        TrainGroup(
+            slot=group.slot,
+            prompt_ids=group.prompt_ids,
+            completion_ids=tuple(group.completion_ids[index] for index in part),
+            sampler_logprobs=tuple(group.sampler_logprobs[index] for index in part),
+            advantages=tuple(group.advantages[index] for index in part),
+        )
+        for part in parts
+    ]

@@ -34,6 +34,8 @@ class Recorder:
         self._trace = Trace(run_dir / "trace.json", zero_s=self._boundary_s)
         self.span = self._trace.span
         self.records: list[Record] = []
+        self.on_first_publish: Callable[[], None] | None = None
+        """Called when the generators hold their first weights."""
         self.evaluations: dict[int, float | None] = {}
 
     def publishing(self, version: int) -> None:
@@ -43,6 +45,9 @@ class Recorder:
         now_s = time.monotonic()
         self._publish_s = now_s - self._publish_began_s
         self._trace.span("publish", f"version {version}", self._publish_began_s, now_s)
+        if self.on_first_publish is not None:
+            self.on_first_publish()
+            self.on_first_publish = None
 
     def period_closed(
         self, version: int, groups: Sequence[Group], num_elided: int, reports: list[UpdateReport]
@@ -69,18 +74,20 @@ class Recorder:
         self._boundary_s = time.monotonic()
         self._say(f"version {version}: held-out accuracy {percent(share)} over {len(groups)} prompts")
 
-    def environment(self, *, exact: bool, why_not: str | None, **facts: Any) -> None:
-        """Once, when the generators have been probed."""
+    def environment(self, *, exact: bool, why_not_exact: str | None, **facts: Any) -> None:
+        """Write environment.json, and say whether the run is exact."""
         record = {
             "exact": exact,
-            "why_not_exact": why_not,
+            "why_not_exact": why_not_exact,
             "python": platform.python_version(),
             "machine": f"{platform.system()} {platform.machine()}",
             "packages": {name: installed_version(name) for name in ("onbeat", "torch", "transformers")},
             **facts,
         }
         (self._dir / "environment.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-        self._say("exact: the result does not depend on schedule or workers" if exact else f"not exact: {why_not}")
+        self._say(
+            "exact: the result does not depend on schedule or workers" if exact else f"not exact: {why_not_exact}"
+        )
 
     def _line(self, record: Record) -> str:
         gradient = "no gradient" if not record["num_trained_tokens"] else f"|grad| {record['grad_norm']:.3f}"

@@ -41,9 +41,11 @@ Answer = Accumulated | Stepped | SnapshotTaken | Exported
 
 
 class TrainerClient:
-    def __init__(self, child: Child[FromTrainer], trace: Tracer) -> None:
+    def __init__(self, child: Child[FromTrainer], trace: Tracer, why_not_shared: str | None) -> None:
         self._child = child
         self._trace = trace
+        self.why_not_shared = why_not_shared
+        """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._pending: deque[asyncio.Future[Answer]] = deque()
         self._window = asyncio.Semaphore(WINDOW)
         self._failure: WorkerError | None = None
@@ -58,8 +60,7 @@ class TrainerClient:
             receives=FromTrainer,
             uses_torch=True,
         )
-        await first_word(child, TrainerReady)
-        return cls(child, trace)
+        return cls(child, trace, (await first_word(child, TrainerReady)).why_not_shared)
 
     @property
     def pid(self) -> int:

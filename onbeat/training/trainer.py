@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from onbeat.batch.layout import PlainLayout
+from onbeat.batch.layout import Layout, split_group
 from onbeat.config import Config, TrainerConfig
 from onbeat.protocols import UpdateReport
 from onbeat.training.losses import denominator, grpo_token_loss, token_weights
-from onbeat.training.tri_model import TriModel
-from onbeat.types import MicroBatch, UpdateTotals
+from onbeat.training.tri_model import Logprobs, TriModel
+from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights import snapshot
 
 
@@ -48,14 +48,29 @@ class GrpoTrainer:
             checkpointing=config.trainer.gradient_checkpointing,
         )
         self.model = self._models.policy
+        self.why_not_shared = self._models.why_not_shared
+        """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._optimizer = build_optimizer(self.model, config.trainer)
         self._update = 0
         self._sums = _Sums()
 
     def accumulate(self, microbatch: MicroBatch) -> None:
         """Forward and backward over the micro-batch; the gradient is added to what is there."""
-        layout = PlainLayout.of(microbatch.groups)
-        logprobs = self._models.logprobs(layout)
+        groups = microbatch.groups
+        if self.why_not_shared is None and len(groups) == 1 and groups[0].num_tokens > self._settings.max_tokens:
+            self._accumulate_in_parts(groups[0])
+        else:
+            layout = self._models.layout(groups)
+            self._backward(layout, self._models.logprobs(layout))
+
+    def _accumulate_in_parts(self, group: TrainGroup) -> None:
+        """A group too large for one pass: the prompt once, then its completions part by part."""
+        with self._models.split_prompt(group.prompt_ids) as prompt:
+            for part in split_group(group, self._settings.max_tokens):
+                layout = Layout.completions_only(part)
+                self._backward(layout, self._models.logprobs(layout, prompt))
+
+    def _backward(self, layout: Layout, logprobs: Logprobs) -> None:
         algorithm = self._algorithm
         token_loss = grpo_token_loss(
             logprobs.policy_T,

@@ -74,7 +74,8 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         config = Config.model_validate_json(settings.config)
         set_threads(config.trainer.threads)
         trainer = GrpoTrainer(config, settings.model_dir)
-        channel.send(TrainerReady(sum(p.numel() for p in trainer.model.parameters())))
+        num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        channel.send(TrainerReady(num_parameters, trainer.why_not_shared))
         TrainerWorker(channel, trainer, Path(settings.model_dir)).run()
     except Exception as error:
         channel.send(Failed(f"{type(error).__name__}: {error}"))

@@ -63,7 +63,7 @@ def test_a_training_loop_of_ones_own_ends_with_the_weights_of_onbeat_train(tmp_p
 
 
 def test_the_trace_shows_training_of_the_first_group_before_generation_of_the_last_has_ended(tmp_path: Path) -> None:
-    settings = {"trainer__microbatch_tokens": 1, "generator__max_sequences": 7}
+    settings = {"trainer__pack_tokens": 1, "generator__max_sequences": 7}
     train_digests(tmp_path / "periodic", **settings)
     train_digests(tmp_path / "sync", schedule__mode="sync", **settings)
     assert any(overlaps(tmp_path / "periodic"))

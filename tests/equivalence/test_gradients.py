@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from onbeat.config import Config
 from onbeat.device import load_model
+from onbeat.training.attention import ATTENTION
 from onbeat.training.trainer import GrpoTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights.snapshot import Mapped
@@ -137,7 +138,9 @@ def test_the_streamed_gradient_is_that_of_the_formula(model_dir: str, loss_mean:
     with torch.no_grad():  # away from the reference, so that the KL has a gradient
         for parameter in trainer.model.parameters():
             parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter))
+    trainer.model.set_attn_implementation("sdpa")
     straightforward_loss(trainer.model, load_model(model_dir), groups, config).backward()
+    trainer.model.set_attn_implementation(ATTENTION)
     expected = gradient(trainer)
     accumulate(trainer, [[group] for group in groups])
     num_sequences = sum(len(group.completion_ids) for group in groups)
@@ -176,8 +179,8 @@ def test_old_is_the_policy_of_the_periods_start_after_the_first_update(model_dir
     totals = UpdateTotals(num_groups=1, num_sequences=2, num_tokens=3)
     accumulate(trainer, [[group]])
     trainer.step(totals)
-    assert trainer._models._old is not None
-    for old, policy in zip(trainer._models._old.parameters(), start.parameters(), strict=True):
+    assert trainer._models.old is not None
+    for old, policy in zip(trainer._models.old.parameters(), start.parameters(), strict=True):
         assert torch.equal(old, policy)
 
 

@@ -29,7 +29,7 @@ from tests.fakes.virtual_time import run_virtual
 
 SETTINGS = LoaderSettings(
     mode="periodic", order="dispatch", group_size=3, sampling=SAMPLING, scale_advantages=True, elide=False,
-    microbatch_tokens=1,
+    pack_tokens=1,
 )  # fmt: skip
 
 

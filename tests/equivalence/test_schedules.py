@@ -23,7 +23,7 @@ class Case:
     num_prompts: int
     group_size: int
     updates: int
-    microbatch_tokens: int
+    pack_tokens: int
     num_ranks: int
     elide: bool
     unscorable: frozenset[tuple[int, int]]
@@ -34,7 +34,7 @@ cases = st.builds(
     num_prompts=st.integers(4, 13),
     group_size=st.integers(2, 5),
     updates=st.integers(1, 4),
-    microbatch_tokens=st.sampled_from([1, 30, 60, 1000]),
+    pack_tokens=st.sampled_from([1, 30, 60, 1000]),
     num_ranks=st.integers(1, 3),
     elide=st.booleans(),
     unscorable=st.frozensets(st.tuples(st.integers(0, 12), st.integers(0, 4)), max_size=12),
@@ -88,7 +88,7 @@ def loader_settings(case: Case, mode: str = "periodic", order: str = "dispatch")
         scale_advantages=True,
         elide=case.elide,
         updates_per_period=case.updates,
-        microbatch_tokens=case.microbatch_tokens,
+        pack_tokens=case.pack_tokens,
         num_ranks=case.num_ranks,
     )
 

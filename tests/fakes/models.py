@@ -7,14 +7,24 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from onbeat.rollout.engine import Engine
@@ -40,8 +50,28 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 16}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"head_dim": 16}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"head_dim": 16}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"head_dim": 16, "no_rope_layers": [1, 0]}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "experts_implementation": "eager",
+            "output_router_logits": False,
+        },
+    ),
 }
-ARCHITECTURES = tuple(_FAMILIES)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral")
+ALL_ARCHITECTURES = tuple(_FAMILIES)
 
 
 @cache
@@ -49,7 +79,7 @@ def tiny_model(architecture: str) -> Any:
     """A random model, the same in every test."""
     config_class, model_class, extra = _FAMILIES[architecture]
     torch.manual_seed(0)
-    return model_class(config_class(**_SIZES, **extra)).eval()
+    return model_class(config_class(**{**_SIZES, **extra})).eval()
 
 
 def sampling(max_new_tokens: int = 8, temperature: float = 1.0, stops: tuple[int, ...] = (), seed: int = 0) -> Sampling:

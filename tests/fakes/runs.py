@@ -14,7 +14,7 @@ SMALL = {
     "schedule.periods": 3,
     "schedule.prompts_per_period": 13,  # a multiple of nothing below
     "algorithm.group_size": 7,
-    "trainer.microbatch_tokens": 150,
+    "trainer.pack_tokens": 150,
     "generator.max_sequences": 21,
 }
 

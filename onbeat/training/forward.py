@@ -1,0 +1,147 @@
+"""The forward pass of training: log-probabilities of completion tokens under one model.
+
+    shared   the body runs over the packed sequence, the head over completion positions in chunks
+    plain    for architectures that cannot share a prompt: the model's own forward over every completion
+
+`why_not_shared` decides once per model, by asking the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from onbeat.batch.layout import Layout
+from onbeat.training.attention import ATTENTION, KeysValues, SharedPrompt
+from onbeat.training.head import head_logprobs
+from onbeat.types import TrainGroup
+
+_ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(slots=True)
+class PromptState:
+    """A split group's prompt under one model: what its completions need of it."""
+
+    kept: dict[int, KeysValues]
+    last_hidden: torch.Tensor
+    """[1, H], where the first tokens are predicted."""
+
+    def leaves(self) -> PromptState:
+        """A copy cut off from the graph, which collects gradients."""
+        kept = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in self.kept.items()}
+        return PromptState(kept, _leaf(self.last_hidden))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*(tensor for pair in self.kept.values() for tensor in pair), self.last_hidden]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def completion_logprobs(
+    model: Any, layout: Layout, temperature: float, prompt: PromptState | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per completion token, [T]: its log-probability, and the entropy (without gradient) of its prediction."""
+    if layout.segments is None:
+        return _plain_logprobs(model, layout, temperature)
+    hidden = _body(model, layout, SharedPrompt(layout.segments, kept=prompt.kept if prompt else {}))
+    if prompt is not None:
+        hidden = torch.cat([prompt.last_hidden, hidden])
+    return head_logprobs(model.get_output_embeddings(), hidden[layout.prediction_T], layout.target_T, temperature)
+
+
+def prompt_state(model: Any, prompt_ids: Sequence[int]) -> PromptState:
+    """The first step of a split group."""
+    layout = Layout.prompt_only(prompt_ids)
+    assert layout.segments is not None
+    shared = SharedPrompt(layout.segments, keep=True)
+    hidden = _body(model, layout, shared)
+    return PromptState(shared.kept, hidden[-1:])
+
+
+@contextmanager
+def split_prompt(model: Any, prompt_ids: Sequence[int]) -> Iterator[PromptState]:
+    """The prompt of a split group, for as long as its parts come.
+
+    Inside, its keys and values are leaves whose gradients sum up over the parts; at the end one backward brings them
+    through the prompt.
+    """
+    attached = prompt_state(model, prompt_ids)
+    leaves = attached.leaves()
+    yield leaves
+    pairs = zip(attached.tensors(), leaves.tensors(), strict=True)
+    reached = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
+    torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
+
+
+def _body(model: Any, layout: Layout, shared: SharedPrompt) -> torch.Tensor:
+    """Last hidden states of the one packed sequence, [L, H]."""
+    output = model.base_model(
+        input_ids=layout.tokens_S_L, position_ids=layout.positions_S_L, use_cache=False, shared_prompt=shared
+    )
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden[0]
+
+
+def _plain_logprobs(model: Any, layout: Layout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_S_L_V = model(input_ids=layout.tokens_S_L, use_cache=False).logits
+    logits_T_V = logits_S_L_V.flatten(0, 1)[layout.prediction_T] / temperature
+    logprobs_T_V = torch.log_softmax(logits_T_V, dim=-1)
+    with torch.no_grad():
+        entropy_T = -(logprobs_T_V.exp() * logprobs_T_V).sum(dim=-1)
+    return logprobs_T_V.gather(1, layout.target_T[:, None])[:, 0], entropy_T
+
+
+def why_not_shared(model: Any) -> str | None:
+    """None if the model can share prompts; else the reason, for the user. Asks the model, then tries it."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ()) - _ATTENDING_LAYERS
+    if layers:
+        return f"{name} has layers without attention ({', '.join(sorted(layers))}), whose state cannot be shared"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{name} does not let its attention be replaced"
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        return f"the head of {name} is not a linear layer"
+    return _why_forms_differ(model, config.vocab_size)
+
+
+@torch.no_grad()
+def _why_forms_differ(model: Any, vocabulary: int) -> str | None:
+    """A small group in both forms: whatever the model does that we do not know of shows here."""
+    tokens = [1 + (7 * n) % (vocabulary - 1) for n in range(40)]
+    completions = (tuple(tokens[20:33]), tuple(tokens[33:38]), tuple(tokens[38:]))
+    group = TrainGroup(
+        slot=0,
+        prompt_ids=tuple(tokens[:20]),
+        completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * len(completion) for completion in completions),
+        advantages=(0.0,) * len(completions),
+    )
+    before = model.config._attn_implementation
+    plain, shared = Layout.plain([group]), Layout.shared([group])
+    expected_T = completion_logprobs(model, plain, 1.0)[0]
+    try:
+        share_prompts(model)
+        found_T = completion_logprobs(model, shared, 1.0)[0]
+    except (TypeError, NotImplementedError) as error:
+        return f"{type(model).__name__} cannot run them: {error}"
+    finally:
+        model.set_attn_implementation(before)
+    # The plain form keeps the group's order, the shared one sorts by length.
+    expected = torch.cat(sorted(torch.split(expected_T, [len(c) for c in completions]), key=len))
+    if torch.allclose(found_T, expected, rtol=1e-3, atol=1e-3):
+        return None
+    gap = (found_T - expected).abs().max().item()
+    return f"log-probabilities of {type(model).__name__} differ by {gap:.2g} from those of its own forward"
+
+
+def share_prompts(model: Any) -> None:
+    """From now on the model's attention is ours: it can run shared layouts, and nothing else."""
+    model.set_attn_implementation(ATTENTION)

@@ -1,0 +1,286 @@
+"""The shared form computes what the plain form computes: every log-probability, every parameter's gradient.
+
+Plain is the model's own forward over every completion with its own copy of the prompt, with its own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from onbeat.batch.layout import Layout, split_group
+from onbeat.training import head
+from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
+from onbeat.training.tri_model import TriModel
+from onbeat.types import TrainGroup
+from tests.fakes.models import ALL_ARCHITECTURES, VOCABULARY, tiny_model
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@st.composite
+def train_groups(draw: st.DrawFn, max_groups: int = 3) -> list[TrainGroup]:
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    return [random_group(rng, slot, rng.choice([1, 2, 3, 8, 16])) for slot in range(draw(st.integers(1, max_groups)))]
+
+
+def random_group(rng: random.Random, slot: int, group_size: int) -> TrainGroup:
+    completions = tuple(tokens(rng, rng.choice([1, 1, 2, 5, rng.randint(1, 30)])) for _ in range(group_size))
+    return TrainGroup(
+        slot=slot,
+        prompt_ids=tokens(rng, rng.choice([1, 2, rng.randint(3, 40)])),
+        completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * len(completion) for completion in completions),
+        advantages=tuple(rng.gauss(0, 1) for _ in completions),
+    )
+
+
+def tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
+
+
+def loss_of(logprobs_T: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Something that is not linear in the log-probabilities and treats every completion differently."""
+    return (layout.advantage_T * logprobs_T.exp() + logprobs_T / layout.length_T).sum()
+
+
+def run_plain(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    model.set_attn_implementation("sdpa")
+    logprobs: dict[tuple[int, int], torch.Tensor] = {}
+    for group in groups:
+        for index, completion in enumerate(group.completion_ids):
+            one = part_of(group, [index])
+            layout = Layout.plain([one])
+            found, _ = completion_logprobs(model, layout, TEMPERATURE)
+            loss_of(found, layout).backward()
+            logprobs[group.slot, index] = found.detach()
+            assert len(found) == len(completion)
+    return logprobs
+
+
+def run_packed(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    share_prompts(model)
+    layout = Layout.shared(groups)
+    found, _ = completion_logprobs(model, layout, TEMPERATURE)
+    loss_of(found, layout).backward()
+    return by_completion(found.detach(), groups)
+
+
+def run_split(model: Any, groups: list[TrainGroup], max_tokens: int) -> dict[tuple[int, int], torch.Tensor]:
+    share_prompts(model)
+    logprobs: dict[tuple[int, int], torch.Tensor] = {}
+    for group in groups:
+        order = sorted(range(len(group.completion_ids)), key=lambda i: -len(group.completion_ids[i]))
+        with split_prompt(model, group.prompt_ids) as prompt:
+            for part in split_group(group, max_tokens):
+                layout = Layout.completions_only(part)
+                found, _ = completion_logprobs(model, layout, TEMPERATURE, prompt)
+                loss_of(found, layout).backward()
+                mine, order = order[: len(part.completion_ids)], order[len(part.completion_ids) :]
+                for (_, index), value in by_completion(found.detach(), [part]).items():
+                    logprobs[group.slot, mine[index]] = value
+    return logprobs
+
+
+def by_completion(found_T: torch.Tensor, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    """The shared form stands in order of length within each group."""
+    names = [
+        (group.slot, index, len(group.completion_ids[index]))
+        for group in groups
+        for index in sorted(range(len(group.completion_ids)), key=lambda i: len(group.completion_ids[i]))
+    ]
+    parts = found_T.split([length for _, _, length in names])
+    return {(slot, index): part for (slot, index, _), part in zip(names, parts, strict=True)}
+
+
+def part_of(group: TrainGroup, indices: list[int]) -> TrainGroup:
+    return TrainGroup(
+        slot=group.slot,
+        prompt_ids=group.prompt_ids,
+        completion_ids=tuple(group.completion_ids[i] for i in indices),
+        sampler_logprobs=tuple(group.sampler_logprobs[i] for i in indices),
+        advantages=tuple(group.advantages[i] for i in indices),
+    )
+
+
+def take_gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def check_forms(model: Any, groups: list[TrainGroup], max_tokens: int, tolerance: float) -> None:
+    expected = run_plain(model, groups)
+    gradients = take_gradients(model)
+    total = torch.cat([g.flatten() for g in gradients.values()]).norm()
+    for run in (run_packed, lambda m, g: run_split(m, g, max_tokens)):
+        found = run(model, groups)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+        for name, gradient in take_gradients(model).items():
+            difference = (gradient - gradients[name]).norm()
+            # In float64 to the parameter's own gradient (1e-12 of the whole for one that is 0 but for rounding).
+            scale = gradients[name].norm() + 1e-3 * total if model.dtype == torch.float64 else total
+            assert difference <= tolerance * scale, f"{name}: {difference / scale:.2e} of the gradient's norm"
+
+
+@contextmanager
+def all_in_float64() -> Iterator[None]:
+    """transformers computes norms and routers in float32, whatever the model's precision; that would hide behind 1e-7
+    what this test looks for. Here float64 stays float64."""
+    to, softmax, as_float = torch.Tensor.to, torch.nn.functional.softmax, torch.Tensor.float
+
+    def keep(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if tensor.dtype == torch.float64 and torch.float32 in (*args, kwargs.get("dtype")):
+            return tensor
+        return to(tensor, *args, **kwargs)
+
+    def keep_softmax(tensor: torch.Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
+        return softmax(tensor, *args, dtype=None if tensor.dtype == torch.float64 else dtype, **kwargs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.Tensor, "to", keep)
+    patch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else as_float(t))
+    patch.setattr(torch.nn.functional, "softmax", keep_softmax)
+    try:
+        yield
+    finally:
+        patch.undo()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+@given(groups=train_groups(), max_tokens=st.integers(1, 40))
+@settings(max_examples=4)
+def test_shared_equals_plain_in_float64(
+    architecture: str, checkpointing: bool, groups: list[TrainGroup], max_tokens: int
+) -> None:
+    model = copy.deepcopy(tiny_model(architecture)).double()
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with all_in_float64():
+        check_forms(model, groups, max_tokens, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
+@given(groups=train_groups(), max_tokens=st.integers(1, 40))
+@settings(max_examples=4)
+def test_shared_equals_plain_in_float32(architecture: str, groups: list[TrainGroup], max_tokens: int) -> None:
+    check_forms(copy.deepcopy(tiny_model(architecture)), groups, max_tokens, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+def test_these_architectures_share_prompts(architecture: str) -> None:
+    assert why_not_shared(tiny_model(architecture)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2)), "attention"),
+        (
+            lambda: Lfm2ForCausalLM(
+                Lfm2Config(
+                    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, layer_types=["conv", "full_attention"],
+                )
+            ),
+            "layers without attention (conv)",
+        ),
+        (
+            lambda: CohereForCausalLM(
+                CohereConfig(
+                    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, logit_scale=0.25,
+                )
+            ),
+            "differ by",
+        ),
+    ],
+    ids=["mamba", "lfm2", "cohere"],
+)  # fmt: skip
+def test_a_model_that_cannot_share_is_trained_plain_and_told_with_the_reason(
+    model: Any, reason: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    built = model()
+    assert reason in (why_not_shared(built) or "")
+    built.save_pretrained(tmp_path)
+    models = TriModel(str(tmp_path), temperature=1.0, needs_old=False, needs_reference=False, checkpointing=False)
+    assert reason in (models.why_not_shared or "")
+    layout = models.layout((random_group(random.Random(1), 0, 3),))
+    assert layout.segments is None
+    models.logprobs(layout).policy_T.sum().backward()
+    assert all(p.grad is not None for p in models.policy.parameters())
+
+
+def test_a_group_is_computed_once_per_token_without_padding() -> None:
+    group = random_group(random.Random(3), 0, 8)
+    layout = Layout.shared([group])
+    assert layout.tokens_S_L.shape == (1, group.num_tokens)
+    assert len(layout.target_T) == sum(map(len, group.completion_ids))
+
+
+@given(groups=train_groups(max_groups=1), max_tokens=st.integers(1, 60))
+@settings(max_examples=50)
+def test_a_split_keeps_every_completion_once_and_no_part_over_the_limit(
+    groups: list[TrainGroup], max_tokens: int
+) -> None:
+    parts = split_group(groups[0], max_tokens)
+    assert sorted(c for part in parts for c in part.completion_ids) == sorted(groups[0].completion_ids)
+    for part in parts:
+        assert sum(map(len, part.completion_ids)) <= max_tokens or len(part.completion_ids) == 1
+
+
+@given(
+    seed=st.integers(0, 10**6), num_rows=st.integers(1, 90), bias=st.booleans(), chunk=st.sampled_from([1, 5000, 10**9])
+)
+@settings(max_examples=40)
+def test_the_chunked_head_equals_log_softmax_over_all_logits(
+    seed: int, num_rows: int, bias: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(16, 50, bias=bias).double()
+    hidden = torch.randn(num_rows, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 50, (num_rows,))
+    weights = torch.randn(num_rows, dtype=torch.float64)
+
+    def results(logprobs: torch.Tensor) -> list[torch.Tensor]:
+        (logprobs * weights).sum().backward()
+        found = [logprobs.detach(), hidden.grad, *(p.grad for p in linear.parameters())]
+        hidden.grad = None
+        linear.zero_grad()
+        return found  # type: ignore[return-value]
+
+    all_logprobs = torch.log_softmax(linear(hidden) / TEMPERATURE, -1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).detach()
+    expected = results(all_logprobs.gather(1, targets[:, None])[:, 0])
+    found_logprobs, found_entropy = head.head_logprobs(linear, hidden, targets, TEMPERATURE)
+    torch.testing.assert_close(found_entropy, entropy)
+    for mine, theirs in zip(results(found_logprobs), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
