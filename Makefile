@@ -25,13 +25,13 @@ lint: setup
 
 # Everyday: style, types, imports, and every test that takes seconds.
 test: lint
-	$(BIN)/pytest -m "not integration and not full"
+	$(BIN)/pytest -m "not integration"
 
 # Kills, long runs, real processes by the dozen.
 test-integration: setup
-	$(BIN)/pytest -m "integration and not full"
+	$(BIN)/pytest -m integration
 
-# The whole matrices, whose figures the docs quote.
+# Everything.
 test-full: setup
 	$(BIN)/pytest
 

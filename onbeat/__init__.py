@@ -18,11 +18,28 @@ __all__ = ["open_loader", "prepare_environment", "train"]
 
 
 def train(*recipes: str, overrides: dict[str, Any] | None = None) -> TrainResult:
-    """Train by recipes composed left to right, with dotted keys over them, as `onbeat train` does."""
-    from onbeat.cli import run_until_signal
-    from onbeat.config import load
+    """Train by recipes composed left to right, with dotted keys over them, as `onbeat train` does.
 
-    return run_until_signal(load(recipes, overrides))
+    Works in any thread, in a notebook too. Progress is printed; problems that do not stop the run are warnings.
+    """
+    import asyncio
+    import warnings
+    from concurrent.futures import ThreadPoolExecutor
+
+    from onbeat.config import load
+    from onbeat.controller import run
+
+    config = load(recipes, overrides)
+
+    def start() -> TrainResult:
+        return asyncio.run(run(config, say=print, warn=lambda sentence: warnings.warn(sentence, stacklevel=2)))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return start()
+    with ThreadPoolExecutor(1) as other_thread:  # a loop is running in this one
+        return other_thread.submit(start).result()
 
 
 def __getattr__(name: str) -> Any:

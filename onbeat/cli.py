@@ -14,7 +14,6 @@ from onbeat.errors import ConfigError, OnbeatError
 
 if TYPE_CHECKING:
     from onbeat.config import Config
-    from onbeat.controller import TrainResult
 
 _INTERRUPTED = 130
 _OWN_FLAGS = {"--dry-run", "--help"}
@@ -28,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = _parser().parse_known_args(words)
         if arguments.command == "config":
             return _config([*rest, *flags])
+        if arguments.command == "check":
+            return _check(arguments.model, [*rest, *flags])
         if rest:
             raise ConfigError(f"{rest[0]!r} is neither a recipe nor a flag of the form --section.key VALUE")
         return _train(arguments, overrides)
@@ -52,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("recipes", nargs="+", metavar="RECIPE")
     train.add_argument("--dry-run", action="store_true", help="print what would be used, and stop")
+    check = commands.add_parser("check", help="compare onbeat's arithmetic on a model with the model's own")
+    check.add_argument("model", metavar="MODEL", help="a model directory")
     commands.add_parser("config", help="list every key with its default and what it means")
     return parser
 
@@ -103,21 +106,17 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     if arguments.dry_run:
         print(_describe(config))
         return 0
-    run_until_signal(config)
-    return 0
-
-
-def run_until_signal(config: Config) -> TrainResult:
-    """Run; SIGTERM, like Ctrl-C, ends it in order."""
     from onbeat.controller import run
 
-    async def supervised() -> TrainResult:
+    async def until_signal() -> None:
+        """SIGTERM, like Ctrl-C, ends the run in order."""
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await run(config, say=_say, warn=_warn)
+        await run(config, say=_say, warn=_warn)
 
-    return asyncio.run(supervised())
+    asyncio.run(until_signal())
+    return 0
 
 
 def _say(line: str) -> None:
@@ -141,7 +140,11 @@ def _describe(config: Config) -> str:
     )
     models = ["policy", *(["old policy"] if schedule.updates_per_period > 1 else [])]
     models += ["reference"] if algorithm.beta > 0 else []
+    sources = [config.data.path, config.data.eval_path, *(function.path for function in config.reward.functions)]
+    files = {source.rpartition(":")[0] if ":" in source else source for source in sources if source and "/" in source}
+    missing = sorted(file for file in files if not os.path.exists(file))
     notes = [
+        *(f"MISSING      {file}" for file in missing),
         f"model        {directory} ({state})",
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
@@ -152,6 +155,20 @@ def _describe(config: Config) -> str:
         f"cores        {cores}",
     ]
     return to_toml(config) + "\n" + "\n".join(f"# {note}" for note in notes)
+
+
+def _check(model: str, flags: Sequence[str]) -> int:
+    if flags:
+        raise ConfigError(f"`onbeat check` takes a model directory and nothing else, and got {' '.join(flags)}")
+    from onbeat.own_loop import prepare_environment
+
+    prepare_environment()  # before torch is imported
+    from onbeat.check import check_model
+
+    report = check_model(model, _say)
+    for line in report.lines():
+        _say(line)
+    return 0 if report.agrees else 1
 
 
 def _config(flags: Sequence[str]) -> int:

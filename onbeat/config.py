@@ -33,7 +33,7 @@ class PathMark:
 
 
 def _absolute(value: object, base: Path) -> object:
-    """`file.py:function` or a plain path, made absolute. `package.module:function` and hub names stay as they are."""
+    """`file.py:function` or a plain path, made absolute; `package.module:function` and built-ins stay as they are."""
     if not isinstance(value, str):
         return value
     file, colon, function = value.partition(":")
@@ -50,7 +50,9 @@ SourcePath = Annotated[str, PathMark()]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class RunConfig(_Section):
@@ -214,9 +216,14 @@ def load(recipes: Sequence[str | os.PathLike[str]], overrides: Mapping[str, Any]
         check_key(key)
         _merge(merged, _known(_nested(key, value), Config, f"--{key}", Path.cwd(), ""))
     try:
-        return Config.model_validate(merged)
+        return from_tree(merged)
     except ValidationError as error:
         raise ConfigError(_explain(error, recipes)) from None
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """The configuration of plain tables. Strict, as JSON is: a list is a tuple, an integer a float, and that is all."""
+    return Config.model_validate_json(json.dumps(tree, default=str))
 
 
 def _read(path: Path) -> dict[str, Any]:

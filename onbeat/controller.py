@@ -47,25 +47,30 @@ class HeldOutEvaluation:
 
 def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
     """What the run's numbers rest on. Known once the generators have been probed."""
-    config, reason = session.config, session.why_not_exact()
+    config, reason, cores = session.config, session.why_not_exact(), len(os.sched_getaffinity(0))
     return {
         "exact": reason is None,
         "why_not_exact": reason,
         "shared_prompt": trainer.why_not_shared is None,
         "why_not_shared": trainer.why_not_shared,
         "seed": config.seed,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": {"generator": config.generator.threads, "trainer": config.trainer.threads},
+        "cores": cores,
+        "threads": {"generator": config.generator.threads or cores, "trainer": config.trainer.threads or cores},
     }
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """The run's directory, new or empty: nothing of an earlier run is overwritten."""
+    """The run's directory: new, empty, or of a run that trained nothing. No period of an earlier run is overwritten."""
     run_dir = Path(config.run.dir)
-    if (run_dir / "metrics.jsonl").exists():
-        raise ConfigError(f"run.dir = {str(run_dir)!r} already holds a run; name another with --run.dir, or remove it")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.toml").write_text(to_toml(config))
+    try:
+        if (run_dir / "ledger.jsonl").exists():
+            raise ConfigError(
+                f"run.dir = {str(run_dir)!r} already holds a run; name another with --run.dir, or remove it"
+            )
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise ConfigError(f"run.dir = {str(run_dir)!r} cannot be written: {error.strerror}") from None
     return run_dir
 
 
@@ -77,17 +82,19 @@ async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], 
     run_dir = prepare_run_dir(config)
     schedule = config.schedule
     recorder = Recorder(
-        run_dir, accuracy_threshold=config.reward.accuracy_threshold, num_periods=schedule.periods, say=say
+        run_dir, accuracy_threshold=config.reward.accuracy_threshold, num_periods=schedule.periods, say=say, warn=warn
     )
     model_path = run_dir / "model"
     try:
         async with open_session(config, run_dir, recorder.span, warn) as session:
             if session.dropped:
-                say(f"{len(session.dropped)} prompts over {config.data.max_prompt_tokens} tokens were left out")
+                limit = config.data.max_prompt_tokens
+                say(f"{len(session.dropped)} prompts were left out, having no token or more than {limit}")
             trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), recorder.span)
             session.closing.callback(trainer.close)
             if trainer.why_not_shared is not None:
                 warn(f"prompts are not shared in training: {trainer.why_not_shared}")
+            recorder.counters = session.counters
             recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
             await train(
                 num_periods=schedule.periods,

@@ -41,7 +41,6 @@ class Ledger:
         self._path = path
         self._open: dict[int, Entry] = {}
         self._period: int | None = None
-        self.closed_periods = 0
 
     def open(self, period: int) -> None:
         """Begin a period. The one before must have been closed."""
@@ -88,5 +87,4 @@ class Ledger:
             with self._path.open("ab") as file:
                 file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
         self._period = None
-        self.closed_periods += 1
         return entries

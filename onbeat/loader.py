@@ -77,7 +77,7 @@ class PeriodicLoader:
     def period(self, version: int, prompts: Sequence[Prompt]) -> Period:
         """Send the prompts to the generators and return at once; iterate for micro-batches.
 
-        `async for` on the controller's loop, plain `for` in a training script of your own (see `onbeat.attach`).
+        `async for` on the controller's loop, plain `for` in a training script of your own (see own_loop.py).
         """
         if _running_loop() is not self._loop:
             return asyncio.run_coroutine_threadsafe(self._open(version, prompts), self._loop).result()
@@ -191,13 +191,19 @@ class Period:
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Send further prompts in the middle of the period; they take the next slots, in the last update."""
-        self._scored.submit(prompts, self._settings.group_size, self._settings.sampling)
+        if _running_loop() is not self._loop:
+            asyncio.run_coroutine_threadsafe(self._add(prompts), self._loop).result()
+        else:
+            self._scored.submit(prompts, self._settings.group_size, self._settings.sampling)
+
+    async def _add(self, prompts: Sequence[Prompt]) -> None:
+        self.add(prompts)
 
     def in_slot_order(self) -> list[Group]:
         """The groups that have arrived so far."""
         return [self.groups[slot] for slot in sorted(self.groups)]
 
-    def __aiter__(self) -> AsyncIterator[MicroBatch]:
+    def __aiter__(self) -> AsyncGenerator[MicroBatch]:
         return self._microbatches()
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -276,7 +282,7 @@ class Period:
     def _update_of(self, slot: int) -> int:
         """Planned slots are spread evenly over the updates; added ones belong to the last."""
         updates = self._settings.updates_per_period
-        return min(slot * updates // self._num_planned, updates - 1)
+        return min(slot * updates // max(1, self._num_planned), updates - 1)
 
     def _first_slot(self, update: int) -> int:
         """The first slot of an update; for the one past the last, the end of the period as it is now."""

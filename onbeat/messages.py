@@ -33,7 +33,6 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     """The resolved configuration, as JSON."""
     model_dir: str
     name: str
-    rank: int = 0
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -47,10 +46,9 @@ class GeneratorReady(Struct, frozen=True, tag=True):
 
 
 class Stage(Struct, frozen=True, tag=True):
-    """Take the snapshot in the attached memory and verify it."""
+    """Take the snapshot in the attached memory, and tell its digest."""
 
     version: int
-    digest: str
     num_bytes: int
 
 

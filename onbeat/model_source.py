@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from onbeat.errors import InputError
-from onbeat.functions import load_function
+from onbeat.functions import load_function, raised
 from onbeat.messages import Failed
 from onbeat.protocols import Launcher
 from onbeat.wire import Channel
@@ -87,7 +87,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
                 raise
         channel.send(ModelMade())
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)

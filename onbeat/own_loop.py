@@ -29,6 +29,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +58,10 @@ def prepare_environment() -> None:
 
 
 def environment_gaps() -> str | None:
-    """What in this process' environment keeps its numbers from being those of `onbeat train`; None if nothing."""
+    """What in this process' environment keeps its numbers from being those of `onbeat train`; None if nothing.
+
+    It can only look at what the environment is now, not at what torch found when it was imported.
+    """
     gaps = [f"{key} is not {value}" for key, value in EXACT_ENVIRONMENT.items() if os.environ.get(key) != value]
     return ", ".join(gaps) or None
 
@@ -65,9 +69,10 @@ def environment_gaps() -> str | None:
 class OwnLoop:
     """The generating side of a run, for a loop that is not ours. Made by `open_loader`."""
 
-    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, session: Session, loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
         self._session = session
         self._loop = loop
+        self._stop = stop
 
     @property
     def config(self) -> Config:
@@ -98,6 +103,10 @@ class OwnLoop:
         """None if the micro-batches do not depend on schedule and workers, and this process computes as ours do."""
         return environment_gaps() or self._session.why_not_exact()
 
+    def close(self) -> None:
+        """End generators and rewards; `open_loader` does it at the end of its block."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
@@ -109,23 +118,29 @@ def open_loader(*recipes: str, overrides: dict[str, Any] | None = None) -> Itera
     run_dir = prepare_run_dir(config)
     if gaps := environment_gaps():
         warnings.warn(f"this process will not be bit-exact: {gaps}; see prepare_environment()", stacklevel=3)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="onbeat-loader", daemon=True)
-    thread.start()
+    opened: Future[OwnLoop] = Future()
 
-    def call(work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-    trace = Trace(run_dir / "trace.json", zero_s=loop.time())
-    opened = open_session(config, run_dir, trace.span, warnings.warn)
-    try:
-        session = call(opened.__aenter__())
+    async def serve() -> None:
+        """In the loader's thread: everything from start to end, so that however it ends, it ends in order."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        trace = Trace(run_dir / "trace.json", zero_s=loop.time())
         try:
-            yield OwnLoop(session, loop)
+            async with open_session(config, run_dir, trace.span, warnings.warn) as session:
+                opened.set_result(OwnLoop(session, loop, stop))
+                await stop.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
         finally:
-            call(opened.__aexit__(None, None, None))
+            trace.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), name="onbeat-loader", daemon=True)
+    thread.start()
+    own_loop = opened.result()
+    try:
+        yield own_loop
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        own_loop.close()
         thread.join()
-        loop.close()
-        trace.close()

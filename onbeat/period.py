@@ -8,6 +8,7 @@ saved, resumed or stopped.
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Protocol
 
 from onbeat.loader import PeriodicLoader
@@ -63,8 +64,9 @@ async def train(
             return
         reports: list[UpdateReport] = []
         period = loader.period(version, prompts.take(prompts_per_period))
-        async for microbatch in period:
-            await trainer.accumulate(microbatch)
-            if microbatch.closes is not None:
-                reports.append(await trainer.step(microbatch.closes))
+        async with aclosing(aiter(period)) as microbatches:
+            async for microbatch in microbatches:
+                await trainer.accumulate(microbatch)
+                if microbatch.closes is not None:
+                    reports.append(await trainer.step(microbatch.closes))
         observer.period_closed(version, period.in_slot_order(), period.num_elided, reports)

@@ -157,6 +157,10 @@ class Child(Protocol[M_co]):
 class Launcher(Protocol):
     """Starts workers somewhere. Local processes now (cluster/local.py), a cluster by the same interface."""
 
+    def prepare(self, *, uses_torch: bool) -> None:
+        """Workers of this kind will be wanted soon."""
+        ...
+
     async def spawn(self, *, name: str, entry: str, settings: Struct, receives: object, uses_torch: bool) -> Child[Any]:
         """A worker running `entry` ("module:function"). `receives` is the union of messages it may send us."""
         ...

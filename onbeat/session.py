@@ -15,6 +15,7 @@ from pathlib import Path
 
 from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config
+from onbeat.errors import InputError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.messages import WorkerSettings
@@ -38,8 +39,9 @@ class Session:
     prompts: PromptCursor
     held_out: list[Prompt]
     dropped: list[str]
-    """Ids of training prompts that were too long."""
+    """Ids of prompts, of both kinds, that were left out for their length."""
     pool: Pool
+    scorer: RewardScorer
     loader: PeriodicLoader
     channel: MemoryChannel
     sampling: Sampling
@@ -59,14 +61,31 @@ class Session:
         )
         return await self.loader.evaluate(version, self.held_out, greedy, samples=1)
 
+    def counters(self) -> dict[str, int]:
+        """What was dropped, done again or lost in the run so far."""
+        pool, scorer = self.pool.counts, self.scorer.counts
+        return {
+            "num_duplicate_messages": pool.duplicate,
+            "num_late_messages": pool.late,
+            "num_resent_samples": pool.resent,
+            "num_lost_generators": pool.lost_workers,
+            "num_reward_failures": scorer.failures,
+            "num_reward_timeouts": scorer.timeouts,
+            "num_reward_restarts": scorer.restarts,
+        }
+
     def why_not_exact(self) -> str | None:
         """None if the run's weights do not depend on schedule and workers; else the reason. After the first publish."""
         if self.config.schedule.order != "dispatch":
             return f'schedule.order = "{self.config.schedule.order}" trains in order of arrival'
-        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-            return f"bit-identical rows are established on Linux x86_64, not on {platform.platform()}"
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64") or not _has_avx2():
+            return f"bit-identical rows are established on Linux x86_64 with AVX2, not on {platform.platform()}"
         variances = [g.row_variance for g in self.pool.generators if isinstance(g, EmbeddedGenerator)]
         return next((variance for variance in variances if variance is not None), None)
+
+
+def _has_avx2() -> bool:
+    return " avx2 " in Path("/proc/cpuinfo").read_text()
 
 
 @asynccontextmanager
@@ -83,7 +102,11 @@ async def open_session(
         model_dir = await obtain_model(config.model.path, launcher)
         codec = Codec(model_dir)
         prompts, dropped = encode_rows(train_rows, codec, config.data.max_prompt_tokens)
-        held_out = encode_rows(held_out_rows, codec, config.data.max_prompt_tokens)[0] if held_out_rows else []
+        held_out: list[Prompt] = []
+        if held_out_rows:
+            held_out, also_dropped = encode_rows(held_out_rows, codec, config.data.max_prompt_tokens)
+            dropped += also_dropped
+        check_lengths(codec, prompts + held_out, config.sampling.max_new_tokens)
         sampling = Sampling(
             temperature=config.sampling.temperature,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -109,6 +132,7 @@ async def open_session(
             held_out=held_out,
             dropped=dropped,
             pool=pool,
+            scorer=scorer,
             loader=PeriodicLoader(
                 loader_settings(config, sampling), pool, scorer, Ledger(run_dir / "ledger.jsonl"), trace
             ),
@@ -123,6 +147,16 @@ async def open_session(
             pool.add(generator)
             stack.callback(generator.close)
         yield session
+
+
+def check_lengths(codec: Codec, prompts: list[Prompt], max_new_tokens: int) -> None:
+    """What the model has no positions for must not be generated."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if codec.max_positions is not None and longest + max_new_tokens > codec.max_positions:
+        raise InputError(
+            f"the longest prompt has {longest} tokens; sampling.max_new_tokens = {max_new_tokens} more would exceed "
+            f"the model's {codec.max_positions} positions; lower that or data.max_prompt_tokens"
+        )
 
 
 def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:

@@ -49,7 +49,6 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     entry: str
     """`package.module:function`, called as function(socket, settings)."""
     settings: bytes
-    environment: dict[str, str]
     log: str
 
 
@@ -198,7 +197,6 @@ def become_worker(order: Spawn, fd: int, parent: int) -> NoReturn:
         log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(order.environment)
         prctl(_PR_SET_NAME, order.name.encode()[:15])
         entry_point(order.entry)(socket.socket(fileno=fd), order.settings)
         code = 0

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
-from onbeat.errors import WorkerError
+from onbeat.errors import WireError, WorkerError
 from onbeat.wire import Connection
 
 M = TypeVar("M")
@@ -35,8 +35,6 @@ EXACT_ENVIRONMENT = {
     "MKL_CBWR": "AVX2",
     # Trainer and generators share the cores; a thread that spins while it waits would take them from the others.
     "OMP_WAIT_POLICY": "passive",
-    # We decide about processes and files; the hub is asked only for a name the user wrote.
-    "TOKENIZERS_PARALLELISM": "false",
 }
 """What torch must find when it is first imported. Exactness and speed rest on it (docs/exactness.md)."""
 
@@ -115,12 +113,21 @@ class _Server:
         self._starting[name] = starting
         if self._gone:
             self._fail_starting()
-        order = Spawn(name=name, entry=entry, settings=settings, environment={}, log=str(starting.log))
+        order = Spawn(name=name, entry=entry, settings=settings, log=str(starting.log))
         self._connection.send(order, [theirs.fileno()])
         theirs.close()
         return await starting.child
 
     async def _read(self) -> None:
+        with contextlib.suppress(WireError):  # a server that speaks nonsense is as good as dead
+            await self._read_messages()
+        self._gone = True
+        for child in self._children.values():
+            child.ended(-9)
+        self._children.clear()
+        self._fail_starting()
+
+    async def _read_messages(self) -> None:
         async for message in self._connection.messages():
             match message:
                 case Spawned(name=name, pid=pid):
@@ -134,11 +141,6 @@ class _Server:
                 case Exited(pid=pid, status=status):
                     if child := self._children.pop(pid, None):
                         child.ended(status)
-        self._gone = True
-        for child in self._children.values():
-            child.ended(-9)
-        self._children.clear()
-        self._fail_starting()
 
     def _fail_starting(self) -> None:
         for name, starting in self._starting.items():
@@ -149,9 +151,10 @@ class _Server:
         self._starting.clear()
 
     async def close(self) -> None:
-        """The server sees our end close, kills its tree and leaves; its own death then ends the stream."""
+        """The server kills its tree and leaves; one that is still importing has none, and just dies."""
         for child in list(self._children.values()):
             child.connection.close()
+        self._process.terminate()
         self._connection.close()
         await self._reader
         await asyncio.to_thread(self._process.wait)

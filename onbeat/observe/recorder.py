@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from onbeat.errors import InputError
 from onbeat.observe.metrics import Record, accuracy, group_metrics, update_metrics
 from onbeat.observe.trace import Trace
 from onbeat.protocols import UpdateReport
@@ -22,24 +23,30 @@ Say = Callable[[str], None]
 class Recorder:
     """The Observer of a run (period.py)."""
 
-    def __init__(self, run_dir: Path, *, accuracy_threshold: float, num_periods: int, say: Say) -> None:
+    def __init__(self, run_dir: Path, *, accuracy_threshold: float, num_periods: int, say: Say, warn: Say) -> None:
         self._dir = run_dir
         self._threshold = accuracy_threshold
         self._num_periods = num_periods
         self._say = say
-        self._metrics = (run_dir / "metrics.jsonl").open("ab")
+        self._warn = warn
+        self._metrics = (run_dir / "metrics.jsonl").open("wb")
         self._boundary_s = time.monotonic()
         self._publish_began_s = self._boundary_s
         self._publish_s = 0.0
         self._trace = Trace(run_dir / "trace.json", zero_s=self._boundary_s)
         self.span = self._trace.span
         self.records: list[Record] = []
+        self.counters: Callable[[], Record] = dict
+        """What else goes into every record: counts kept elsewhere, of the run so far."""
+        self._problems: set[str] = set()
         self.on_first_publish: Callable[[], None] | None = None
         """Called when the generators hold their first weights."""
         self.evaluations: dict[int, float | None] = {}
 
     def publishing(self, version: int) -> None:
         self._publish_began_s = time.monotonic()
+        if not self.records:
+            self._boundary_s = self._publish_began_s  # what came before was starting up
 
     def published(self, version: int) -> None:
         now_s = time.monotonic()
@@ -59,6 +66,7 @@ class Recorder:
             **update_metrics(reports),
             "num_groups": len(groups),
             "num_elided_groups": num_elided,
+            **self.counters(),
             "publish_s": self._publish_s,
             "period_s": now_s - self._boundary_s,
         }
@@ -67,6 +75,22 @@ class Recorder:
         self._metrics.write(msgspec.json.encode(record) + b"\n")
         self._metrics.flush()
         self._say(self._line(record))
+        self._tell_problems(version, groups, reports)
+
+    def _tell_problems(self, version: int, groups: Sequence[Group], reports: list[UpdateReport]) -> None:
+        """Each kind of problem once; a period of nothing but problems stops the run."""
+        if any(not report.stepped for report in reports):
+            self._warn(f"period {version + 1}: a gradient was not finite; the optimizer step was skipped")
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            if rollout.problem is not None and rollout.problem not in self._problems and len(self._problems) < 20:
+                self._problems.add(rollout.problem)
+                self._warn(f"period {version + 1}: unscorable: {rollout.problem}")
+        if rollouts and not any(rollout.scorable for rollout in rollouts):
+            raise InputError(
+                f"period {version + 1}: not one of {len(rollouts)} completions could be scored, so there is nothing to "
+                f"learn from: {rollouts[0].problem}"
+            )
 
     def evaluated(self, version: int, groups: Sequence[Group]) -> None:
         share = accuracy(groups, self._threshold)
@@ -95,6 +119,7 @@ class Recorder:
             f"period {record['period'] + 1}/{self._num_periods}  reward {number(record['reward_mean'])}  "
             f"accuracy {percent(record['accuracy'])}  length {number(record['completion_tokens_mean'], 1)}  "
             f"elided {record['num_elided_groups']}/{record['num_groups']}  {gradient}  {record['period_s']:.2f} s"
+            + (f"  unscorable {percent(record['unscorable_share'])}" if record["unscorable_share"] else "")
         )
 
     def close(self) -> None:

@@ -66,6 +66,12 @@ class Codec:
         return () if end is None else (end,)
 
     @cached_property
+    def max_positions(self) -> int | None:
+        """How long a sequence the model can see; None if it does not say."""
+        found = _json(self._dir / "config.json").get("max_position_embeddings")
+        return found if isinstance(found, int) else None
+
+    @cached_property
     def _special_tokens(self) -> dict[str, str]:
         found = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):

@@ -68,7 +68,7 @@ class EmbeddedGenerator:
         self._child.connection.send(Cancel(key))
 
     async def stage(self, snapshot: Snapshot) -> None:
-        order = Stage(version=snapshot.version, digest=snapshot.digest, num_bytes=snapshot.num_bytes)
+        order = Stage(version=snapshot.version, num_bytes=snapshot.num_bytes)
         staged = await self._ask(order, Staged, [snapshot.handle])
         if staged.digest != snapshot.digest or staged.version != snapshot.version:
             raise UnverifiedWeightsError(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.rollout.cache import ATTENTION, MIN_ROWS, KVCache
 from onbeat.types import Completion, GroupKey, GroupRequest, Sampling
@@ -61,8 +62,25 @@ class _Sequence:
         )
 
 
+_DECODED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def why_not_decodable(model: Any) -> str | None:
+    """None if the engine can decode the model; else the reason, for the user."""
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    layers = set(getattr(config, "layer_types", None) or ()) - _DECODED_LAYERS
+    if layers:
+        return f"{name} has layers of a kind the embedded generator does not decode ({', '.join(sorted(layers))})"
+    if not getattr(model, "_supports_attention_backend", False) or not hasattr(config, "num_attention_heads"):
+        return f"{name} does not let its attention be replaced, which the embedded generator needs"
+    return None
+
+
 class Engine:
     def __init__(self, model: Any, max_sequences: int) -> None:
+        if (reason := why_not_decodable(model)) is not None:
+            raise InputError(reason)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
         self._cache = KVCache(model.config.get_text_config(), max_sequences, model.dtype)
@@ -185,10 +203,27 @@ def _key(request: GroupRequest, sample: int) -> int:
     return sequence_key(seed=seed, stream=request.stream, version=request.period, slot=request.slot, sample=sample)
 
 
+MAX_GAP = 1e-3
+"""Between the engine's log-probabilities and the model's own, in float32; rounding makes some 1e-5."""
+
+
+@torch.inference_mode()
+def _gap_to_own_forward(model: Any, request: GroupRequest, completion: Completion) -> float:
+    model.set_attn_implementation("sdpa")
+    try:
+        logits = model(torch.tensor([request.token_ids + completion.token_ids]), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    predictions = torch.log_softmax(logits[len(request.token_ids) - 1 : -1], dim=-1)
+    own = predictions.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return (own - torch.tensor(completion.sampler_logprobs)).abs().max().item()
+
+
 def probe_row_invariance(model: Any) -> str | None:
     """Decode a few sequences alone and together, on this machine; None if not a bit differs, else what did.
 
-    Rests on nothing but the engine itself, and is run once per generator with the first weights it loads.
+    Run once per generator, with the first weights it loads. Raises InputError if the log-probabilities are not those of
+    the model's own forward: then the engine does not know something that the architecture does.
     """
     vocabulary = model.config.get_text_config().vocab_size
     sampling = Sampling(temperature=1.0, max_new_tokens=4, stop_token_ids=(), seed=0)
@@ -208,6 +243,12 @@ def probe_row_invariance(model: Any) -> str | None:
         return found
 
     together = run(requests[::-1])
+    gap = max(_gap_to_own_forward(model, requests[slot], completion) for (slot, _), completion in together.items())
+    if gap > MAX_GAP:
+        raise InputError(
+            f"the embedded generator does not compute {type(model).__name__}: its log-probabilities differ by "
+            f"{gap:.2g} from those of the model's own forward"
+        )
     for request in requests:
         for name, completion in run([request]).items():
             if completion != together[name]:

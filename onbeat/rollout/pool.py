@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
+from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError, WorkerError
 from onbeat.protocols import Generator, Tracer, no_trace
 from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
@@ -63,10 +63,6 @@ class _Member:
     """The verified version it may serve."""
     outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
     began_s: dict[GroupKey, float] = field(default_factory=dict)
-
-    def has_room_for(self, num_samples: int) -> bool:
-        """A group larger than the generator is taken when it is empty; the engine then works through it."""
-        return self.free >= min(num_samples, self.generator.capacity)
 
 
 class Harvest:
@@ -128,7 +124,6 @@ class Pool:
             return
         self.counts.lost_workers += 1
         self.last_loss = error
-        self._warn(f"{error}\n{len(member.outstanding)} of its groups go to others; {len(self._members)} are left")
         for key, owed in member.outstanding.items():
             if job := self._jobs.get(key):
                 samples = tuple(sample for sample in job.missing if sample in owed)
@@ -138,11 +133,14 @@ class Pool:
         if not self._members and self._jobs:
             for harvest in self._harvests.values():
                 harvest.ready.put_nowait(NoGeneratorsError(f"no generator is left; the last one: {error}"))
+        self._warn(f"{error}\n{len(member.outstanding)} of its groups go to others; {len(self._members)} are left")
 
     # -- work ------------------------------------------------------------------------------------------------
 
     def open(self, stream: Stream, period: int) -> Harvest:
         """Begin a period. Some generator must hold its weights."""
+        if not self._members:
+            raise NoGeneratorsError(f"no generator is left; the last one: {self.last_loss}")
         if not any(member.serves == period for member in self._members.values()):
             holding = {name: member.serves for name, member in self._members.items()}
             raise UnverifiedWeightsError(f"no generator serves version {period}; they serve {holding}", period=period)
@@ -166,6 +164,10 @@ class Pool:
         member.generator.cancel(key)
 
     def submit(self, request: GroupRequest) -> None:
+        """Want a group. It is refused if it could never fit."""
+        capacity = max((member.generator.capacity for member in self._members.values()), default=0)
+        if self._members and len(request.samples) > capacity:
+            raise WorkerError(f"a group of {len(request.samples)} fits no generator: the largest has {capacity} rows")
         self._jobs[_key(request)] = _Job(request)
         self._queue(request)
         self._dispatch()
@@ -226,7 +228,7 @@ class Pool:
             candidates = [
                 member
                 for member in self._members.values()
-                if member.serves == request.period and member.has_room_for(len(request.samples))
+                if member.serves == request.period and member.free >= len(request.samples)
             ]
             if not candidates:
                 return

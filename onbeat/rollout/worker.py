@@ -14,6 +14,8 @@ import torch
 
 from onbeat.config import Config
 from onbeat.device import load_model, set_threads
+from onbeat.errors import InputError
+from onbeat.functions import raised
 from onbeat.messages import (
     Activate,
     Activated,
@@ -92,5 +94,5 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         channel.send(GeneratorReady(capacity))
         worker.run()
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise

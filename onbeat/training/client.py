@@ -117,6 +117,8 @@ class TrainerClient:
                         raise WorkerError(f"{self._child.name}: {reason}")
                     case TrainerReady():
                         raise WorkerError(f"{self._child.name} started twice")
+                    case _ if not self._pending:
+                        raise WorkerError(f"{self._child.name} sent a {type(message).__name__} that nobody asked for")
                     case _:
                         answer = self._pending.popleft()
                         if not answer.cancelled():  # else whoever asked is being stopped

@@ -90,8 +90,11 @@ def _body(model: Any, layout: Layout, shared: SharedPrompt) -> torch.Tensor:
 
 
 def _plain_logprobs(model: Any, layout: Layout, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_S_L_V = model(input_ids=layout.tokens_S_L, use_cache=False).logits
-    logits_T_V = logits_S_L_V.flatten(0, 1)[layout.prediction_T] / temperature
+    longest = layout.tokens_S_L.shape[1]
+    sequence_T, position_T = layout.prediction_T // longest, layout.prediction_T % longest
+    first = int(position_T.min())  # the head has nothing to say before the first prediction
+    output = model(input_ids=layout.tokens_S_L, use_cache=False, logits_to_keep=torch.arange(first, longest))
+    logits_T_V = output.logits[sequence_T, position_T - first] / temperature
     logprobs_T_V = torch.log_softmax(logits_T_V, dim=-1)
     with torch.no_grad():
         entropy_T = -(logprobs_T_V.exp() * logprobs_T_V).sum(dim=-1)

@@ -12,6 +12,8 @@ import msgspec
 
 from onbeat.config import Config
 from onbeat.device import set_threads
+from onbeat.errors import InputError
+from onbeat.functions import raised
 from onbeat.messages import (
     Accumulate,
     Accumulated,
@@ -78,5 +80,5 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared))
         TrainerWorker(channel, trainer, Path(settings.model_dir)).run()
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}"))
+        channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise

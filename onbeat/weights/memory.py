@@ -7,7 +7,8 @@ The controller passes the descriptor on and keeps it for the length of the perio
 middle loads the period's snapshot and never the live weights; it never maps it. The file has no name: when the
 last holder is gone, so is the memory, whatever killed it.
 
-A generator that fails in either phase is lost to the pool; the period opens with those that did not.
+A generator that dies in either phase is lost to the pool, and the period opens with the others. One that read other
+bytes than were published breaks a promise of the run (UnverifiedWeightsError), and the run stops.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
-from onbeat.errors import NoGeneratorsError, OnbeatError
+from onbeat.errors import NoGeneratorsError, WorkerError
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
 
@@ -39,11 +40,11 @@ class MemoryChannel:
     async def _each(
         self, generators: list[Generator], phase: Callable[[Generator], Awaitable[None]]
     ) -> list[Generator]:
-        """Run one phase on all of them at once; who fails is lost, the others go on."""
+        """Run one phase on all of them at once; who dies is lost, the others go on."""
         results = await asyncio.gather(*(phase(generator) for generator in generators), return_exceptions=True)
         passed = []
         for generator, result in zip(generators, results, strict=True):
-            if isinstance(result, OnbeatError):
+            if isinstance(result, WorkerError):
                 self._pool.lost(generator.name, result)
             elif isinstance(result, BaseException):
                 raise result

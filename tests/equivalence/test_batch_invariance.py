@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
+from onbeat.errors import InputError
 from onbeat.rollout.engine import Engine, probe_row_invariance
 from onbeat.types import Completion, GroupRequest
 from tests.fakes.models import ARCHITECTURES, VOCABULARY, drain, generate_alone, request, sampling, tiny_model
@@ -164,6 +174,38 @@ def test_sampled_first_tokens_follow_the_exact_softmax(temperature: float) -> No
     observed = np.append(counts[common], counts[~common].sum())
     outcome = stats.chisquare(observed, np.append(expected[common], expected[~common].sum()))
     assert outcome.pvalue > 1e-3  # the draws are fixed by their keys: this does not flicker
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2)),
+        lambda: Lfm2ForCausalLM(Lfm2Config(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                           num_key_value_heads=2, layer_types=["conv", "full_attention"])),
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=2)),
+    ],
+    ids=["mamba", "lfm2", "bloom"],
+)  # fmt: skip
+def test_a_model_the_engine_cannot_decode_is_refused_with_the_reason(model: Any) -> None:
+    with pytest.raises(InputError, match=r"ForCausalLM (has layers of a kind|does not let its attention)"):
+        Engine(model(), max_sequences=4)
+
+
+def test_the_probe_refuses_a_model_whose_own_forward_computes_something_else() -> None:
+    class Unlike(torch.nn.Module):
+        """Something that depends on the other tokens of the sequence, which the cache knows nothing of."""
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + 0.5 * hidden.mean(dim=1, keepdim=True)
+
+    model = tiny_model("qwen2")
+    norm = model.model.norm
+    try:
+        model.model.norm = torch.nn.Sequential(norm, Unlike())
+        with pytest.raises(InputError, match="does not compute Qwen2ForCausalLM"):
+            probe_row_invariance(model)
+    finally:
+        model.model.norm = norm
 
 
 def test_a_cancelled_group_frees_its_rows_and_says_nothing_more() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.config import Config
+from onbeat.config import Config, from_tree
 from onbeat.device import load_model
 from onbeat.training.attention import ATTENTION
 from onbeat.training.trainer import GrpoTrainer
@@ -27,13 +28,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def make_config(model_dir: str, **algorithm: object) -> Config:
-    return Config.model_validate(
+def make_config(model_dir: str, trainer: dict[str, object] | None = None, **algorithm: object) -> Config:
+    return from_tree(
         {
             "model": {"path": model_dir},
             "data": {"path": "unused.jsonl"},
             "reward": {"functions": [{"path": "exact_match"}]},
             "algorithm": algorithm,
+            "trainer": trainer or {},
             "sampling": {"max_new_tokens": 12, "temperature": 0.8},
             "schedule": {"updates_per_period": 2},
         }
@@ -43,21 +45,20 @@ def make_config(model_dir: str, **algorithm: object) -> Config:
 @st.composite
 def train_groups(draw: st.DrawFn) -> list[TrainGroup]:
     rng = random.Random(draw(st.integers(0, 10**6)))
-    groups = []
-    for slot in range(draw(st.integers(1, 5))):
-        completions = tuple(
-            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))) for _ in range(rng.randint(1, 5))
-        )
-        groups.append(
-            TrainGroup(
-                slot=slot,
-                prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))),
-                completion_ids=completions,
-                sampler_logprobs=tuple(tuple(-1.0 for _ in completion) for completion in completions),
-                advantages=tuple(rng.gauss(0, 1) for _ in completions),
-            )
-        )
-    return groups
+    return [random_group(rng, slot) for slot in range(draw(st.integers(1, 5)))]
+
+
+def random_group(rng: random.Random, slot: int) -> TrainGroup:
+    completions = tuple(
+        tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))) for _ in range(rng.randint(1, 5))
+    )
+    return TrainGroup(
+        slot=slot,
+        prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))),
+        completion_ids=completions,
+        sampler_logprobs=tuple(tuple(-1.0 for _ in completion) for completion in completions),
+        advantages=tuple(rng.gauss(0, 1) for _ in completions),
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,20 +169,68 @@ def test_the_optimizer_steps_on_zeros_when_every_group_was_elided(model_dir: str
     assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_old_is_the_policy_of_the_periods_start_after_the_first_update(model_dir: str) -> None:
-    trainer = GrpoTrainer(make_config(model_dir, clip_low=0.0, clip_high=0.0), model_dir)
-    trainer._optimizer.param_groups[0]["lr"] = 1.0
-    group = TrainGroup(
-        slot=0, prompt_ids=(1, 2), completion_ids=((3, 4), (5,)), sampler_logprobs=((-1.0, -1.0), (-1.0,)),
-        advantages=(1.0, -1.0),
-    )  # fmt: skip
-    start = load_model(model_dir)
-    totals = UpdateTotals(num_groups=1, num_sequences=2, num_tokens=3)
-    accumulate(trainer, [[group]])
-    trainer.step(totals)
-    assert trainer._models.old is not None
-    for old, policy in zip(trainer._models.old.parameters(), start.parameters(), strict=True):
-        assert torch.equal(old, policy)
+def test_two_updates_over_two_periods_follow_the_formula_with_old_frozen_at_each_periods_start(model_dir: str) -> None:
+    """With a rate so large that ratios leave the clip range: a stale or unused old policy gives other weights."""
+    rng = random.Random(5)
+    groups = [random_group(rng, slot) for slot in range(4)]
+    config = make_config(model_dir, loss_mean="sequence", trainer={"learning_rate": 0.01, "max_grad_norm": 0.5})
+    trainer = GrpoTrainer(config, model_dir)
+    expected = load_model(model_dir)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0)
+    seen_clipping = False
+    for period in range(2):
+        os.close(trainer.snapshot()[0])
+        old = copy.deepcopy(expected)
+        for update in range(2):
+            mine = groups[2 * update : 2 * update + 2]
+            num_sequences = sum(len(group.completion_ids) for group in mine)
+            for index, group in enumerate(mine):
+                trainer.accumulate(MicroBatch(period=period, update=update, index=index, rank=0, groups=(group,)))
+            totals = UpdateTotals(num_groups=2, num_sequences=num_sequences, num_tokens=1)
+            report = trainer.step(totals)
+            assert report.learning_rate == 0.01
+            loss, clipped = formula_with_old(expected, old, mine, config)
+            (loss / num_sequences).backward()
+            norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+            assert norm > 0.5  # or the clipping would not be tested
+            assert report.grad_norm == pytest.approx(norm.item(), rel=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen_clipping |= clipped
+    assert seen_clipping
+    for mine_p, theirs in zip(trainer.model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine_p, theirs, rtol=1e-3, atol=1e-4)
+
+
+def formula_with_old(
+    model: torch.nn.Module, old: torch.nn.Module, groups: list[TrainGroup], config: Config
+) -> tuple[torch.Tensor, bool]:
+    """The sum over sequences of the mean clipped loss; and whether a ratio left the clip range."""
+    total, clipped = torch.zeros(()), False
+    for group in groups:
+        for completion, advantage in zip(group.completion_ids, group.advantages, strict=True):
+            ids = torch.tensor([group.prompt_ids + completion])
+            at = torch.arange(len(group.prompt_ids) - 1, ids.shape[1] - 1)
+            targets = torch.tensor(completion)
+            logits = [m(ids).logits[0, at] / config.sampling.temperature for m in (model, old)]
+            new, before = (torch.log_softmax(part, -1)[torch.arange(len(at)), targets] for part in logits)
+            ratio = torch.exp(new - before.detach())
+            clipped |= bool(((ratio < 0.8) | (ratio > 1.2)).any())
+            total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    return total, clipped
+
+
+def test_dropout_is_off_in_training(tmp_path: Path) -> None:
+    """What is sampled from is what is trained."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    config = make_config(str(tmp_path))
+    trainer = GrpoTrainer(config, str(tmp_path))
+    trainer.model.set_attn_implementation("sdpa")
+    ids = torch.arange(1, 30)[None]
+    assert trainer.model.training
+    assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(model_dir: str) -> None:

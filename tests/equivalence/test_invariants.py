@@ -17,6 +17,7 @@ from onbeat.errors import (
     StaleRolloutError,
     TrainedTwiceError,
     UnverifiedWeightsError,
+    WorkerError,
 )
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
@@ -180,10 +181,10 @@ def test_a_joiner_serves_in_the_middle_of_a_period_once_it_holds_the_snapshot() 
     assert set(joiner.served) == {(2, 2)}
 
 
-def test_publishing_goes_on_without_a_generator_that_fails_to_verify_and_fails_without_any() -> None:
+def test_publishing_goes_on_without_a_generator_that_dies_in_it_and_fails_without_any() -> None:
     class Refusing(FakeGenerator):
         async def stage(self, snapshot: Snapshot) -> None:
-            raise UnverifiedWeightsError("digest differs", period=snapshot.version, worker=self.name)
+            raise WorkerError("died while loading")
 
     async def publish(*workers: FakeGenerator) -> Pool:
         pool = Pool()
@@ -199,7 +200,7 @@ def test_publishing_goes_on_without_a_generator_that_fails_to_verify_and_fails_w
     bad = Refusing(name="bad", capacity=4, rng=random.Random(0))
     pool = run_virtual(publish(bad, generator("good")))
     assert [worker.name for worker in pool.generators] == ["good"]
-    with pytest.raises(NoGeneratorsError, match="digest differs"):
+    with pytest.raises(NoGeneratorsError, match="died while loading"):
         run_virtual(publish(Refusing(name="bad", capacity=4, rng=random.Random(0))))
 
 
@@ -212,6 +213,18 @@ def test_the_death_of_the_last_generator_ends_the_period_with_its_cause() -> Non
         await one_period(pool, Ledger())
 
     with pytest.raises(NoGeneratorsError, match="told to die"):
+        run_virtual(main())
+
+
+def test_a_group_that_fits_no_generator_is_refused_with_both_numbers() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(small := FakeGenerator(name="small", capacity=2, rng=random.Random(0)))
+        small.version = 0
+        pool.serves("small", 0)
+        await one_period(pool, Ledger())
+
+    with pytest.raises(WorkerError, match="a group of 3 fits no generator: the largest has 2 rows"):
         run_virtual(main())
 
 

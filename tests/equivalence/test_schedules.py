@@ -56,7 +56,7 @@ class Chaos:
         return [
             FakeGenerator(
                 name=f"generator-{number}",
-                capacity=rng.randint(1, 3 * group_size),
+                capacity=rng.randint(group_size, 3 * group_size),
                 rng=random.Random(rng.random()),
                 duplicate_share=self.duplicates,
                 late_share=self.late,

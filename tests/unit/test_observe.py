@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.errors import InputError
 from onbeat.observe.metrics import accuracy, group_metrics, mean, update_metrics
 from onbeat.observe.recorder import Recorder, number, percent
 from onbeat.observe.trace import Trace
@@ -195,14 +196,15 @@ def test_the_updates_of_a_period_make_one_record() -> None:
 
 def test_a_record_is_on_disk_when_its_period_has_closed(tmp_path: Path) -> None:
     lines: list[str] = []
-    recorder = Recorder(tmp_path, accuracy_threshold=1.0, num_periods=2, say=lines.append)
+    recorder = Recorder(tmp_path, accuracy_threshold=1.0, num_periods=2, say=lines.append, warn=lines.append)
     recorder.publishing(0)
     recorder.published(0)
     recorder.evaluated(0, [group(rollout(None))])
     recorder.period_closed(0, [group(rollout(1.0), rollout(0.0))], 0, [report(grad_norm=2.0, num_trained_tokens=2)])
     recorder.publishing(1)
     recorder.published(1)
-    recorder.period_closed(1, [group(rollout(None), rollout(None))], 1, [report()])
+    with pytest.raises(InputError, match="period 2: not one of 2 completions could be scored"):
+        recorder.period_closed(1, [group(rollout(None), rollout(None))], 1, [report()])
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records == recorder.records
     assert [record["period"] for record in records] == [0, 1]

@@ -1,0 +1,147 @@
+"""R4 on the real ends of the wire: who read other bytes, or is asked for another version, serves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from onbeat.errors import UnverifiedWeightsError
+from onbeat.messages import (
+    Activate,
+    Activated,
+    Completed,
+    FromGenerator,
+    Stage,
+    Staged,
+    Submit,
+    ToGenerator,
+)
+from onbeat.protocols import Snapshot
+from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.pool import Pool
+from onbeat.rollout.worker import GeneratorWorker
+from onbeat.weights import snapshot
+from onbeat.weights.memory import MemoryChannel
+from onbeat.wire import Channel, Connection
+from tests.fakes.models import request, sampling, tiny_model
+
+
+class SocketChild:
+    """A child whose process is a thread of this one, talking over a real socket."""
+
+    name = "generator-0"
+    pid = 0
+
+    def __init__(self, behave: Callable[[Channel[ToGenerator]], None]) -> None:
+        ours, theirs = socket.socketpair()
+        self.connection: Connection[FromGenerator] = Connection(ours, FromGenerator)
+        self._thread = threading.Thread(target=behave, args=(Channel(theirs, ToGenerator),), daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None: ...
+
+    async def exited(self) -> int:
+        return 0
+
+    def log_tail(self) -> str:
+        return ""
+
+
+def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> None:
+    async def main() -> None:
+        pool = Pool()
+        generator = EmbeddedGenerator(SocketChild(behave), capacity=8)
+        pool.add(generator)
+        channel = MemoryChannel(pool)
+        fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())
+        try:
+            await channel.publish(Snapshot(version=version, digest=digest, num_bytes=num_bytes, handle=fd))
+        finally:
+            channel.close()
+            generator.close()
+
+    asyncio.run(main())
+
+
+def answering(staged: Callable[[int, str], Staged], activated: Callable[[int], Activated]) -> Any:
+    """A generator that reads the bytes and answers as it is told to."""
+
+    def behave(channel: Channel[ToGenerator]) -> None:
+        while (message := channel.recv()) is not None:
+            match message:
+                case Stage(version=version, num_bytes=num_bytes):
+                    mapped = snapshot.Mapped(channel.take_fd(), num_bytes)
+                    channel.send(staged(version, mapped.digest()))
+                case Activate(version=version):
+                    channel.send(activated(version))
+                case _:
+                    return
+
+    return behave
+
+
+def test_an_honest_generator_is_believed() -> None:
+    publish_to(answering(Staged, lambda version: Activated(version, None)), 3)
+
+
+@pytest.mark.parametrize(
+    ("staged", "activated", "complaint"),
+    [
+        (lambda v, d: Staged(v, d[::-1]), lambda v: Activated(v, None), "arrived with digest"),
+        (lambda v, d: Staged(v - 1, d), lambda v: Activated(v, None), "version 2 arrived"),
+        (Staged, lambda v: Activated(v - 1, None), "version 2 was activated instead"),
+    ],
+    ids=["other bytes", "other version staged", "other version activated"],
+)
+def test_a_generator_with_other_weights_stops_the_run(staged: Any, activated: Any, complaint: str) -> None:
+    with pytest.raises(UnverifiedWeightsError, match=complaint) as caught:
+        publish_to(answering(staged, activated), 3)
+    assert (caught.value.period, caught.value.worker) == (3, "generator-0")
+
+
+def worker_and_peer() -> tuple[GeneratorWorker, Channel[Any]]:
+    ours, theirs = socket.socketpair()
+    worker = GeneratorWorker(Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8)
+    return worker, Channel(ours, FromGenerator)
+
+
+def run_until_closed(worker: GeneratorWorker, peer: Channel[Any]) -> None:
+    peer._sock.shutdown(socket.SHUT_WR)
+    worker.run()
+
+
+def test_the_worker_serves_what_it_has_activated_and_stamps_the_version() -> None:
+    worker, peer = worker_and_peer()
+    fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())
+    peer.send(Stage(0, num_bytes), [fd])
+    os.close(fd)
+    peer.send(Activate(0))
+    peer.send(Submit(request(0, (1, 2, 3), 2, sampling(4))))
+    for _ in range(3):
+        worker._handle(worker._channel.recv())  # type: ignore[arg-type]
+    while not worker._engine.idle:
+        for completion in worker._engine.step():
+            worker._channel.send(Completed(completion))
+    assert peer.recv() == Staged(0, digest)
+    assert peer.recv() == Activated(0, None)
+    assert {peer.recv().completion.version for _ in range(2)} == {0}
+
+
+def test_the_worker_refuses_work_for_a_version_it_does_not_serve() -> None:
+    worker, peer = worker_and_peer()
+    peer.send(Submit(request(0, (1, 2, 3), 2, sampling())))
+    with pytest.raises(RuntimeError, match="asked for version 0 while serving -1"):
+        run_until_closed(worker, peer)
+
+
+def test_the_worker_refuses_to_activate_what_was_not_staged() -> None:
+    worker, peer = worker_and_peer()
+    peer.send(Activate(4))
+    with pytest.raises(RuntimeError, match="activate version 4, which is not staged"):
+        run_until_closed(worker, peer)
