@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint test-integration test-full bench-learning picture clean
+.PHONY: setup demo test lint test-integration test-full bench-learning bench-train picture clean
 
 setup: $(INSTALLED)
 
@@ -38,6 +38,10 @@ test-full: setup
 # The recipe's gain in held-out accuracy for five seeds, into docs/learning.json.
 bench-learning: setup
 	$(BIN)/python benchmarks/learning.py
+
+# Shared against replicated prompts on SmolLM2-135M, into docs/bench-train.json.
+bench-train: setup
+	$(BIN)/python benchmarks/train.py
 
 # docs/overlap.png, drawn from the trace of a real run.
 picture: setup

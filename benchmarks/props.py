@@ -1,0 +1,78 @@
+"""What batch invariance rests on: take each prop away, and count random schedules whose bits change.
+
+    .venv/bin/python benchmarks/props.py
+
+For 1 and 2 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; without padding
+keys to a multiple of 32. A schedule is a handful of groups arriving at random moments, as in
+tests/equivalence/test_batch_invariance.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from onbeat.cluster.local import EXACT_ENVIRONMENT
+
+ROOT = Path(__file__).parents[1]
+PROPS = ("everything", "no MKL_CBWR", "no 4 rows", "no key padding")
+NUM_SCHEDULES = 30
+
+
+def main() -> int:
+    if len(sys.argv) == 3:
+        print(count_broken(sys.argv[1], int(sys.argv[2])))
+        return 0
+    for threads in (1, 2):
+        for prop in PROPS:
+            environment = {key: value for key, value in os.environ.items() if key not in EXACT_ENVIRONMENT}
+            if prop != "no MKL_CBWR":
+                environment |= EXACT_ENVIRONMENT
+            command = [sys.executable, __file__, prop, str(threads)]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            print(
+                f"{threads} thread(s), {prop}: {done.stdout.split()[-1]} of {NUM_SCHEDULES} schedules changed",
+                flush=True,
+            )
+    return 0
+
+
+def count_broken(prop: str, threads: int) -> int:
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from onbeat.rollout import cache, engine
+
+    if prop == "no 4 rows":
+        cache.MIN_ROWS = engine.MIN_ROWS = 1
+    if prop == "no key padding":
+        cache.KEY_MULTIPLE = 1
+    torch.set_num_threads(threads)
+    from tests.equivalence.test_batch_invariance import Arrival, check_invariance
+    from tests.fakes.models import VOCABULARY
+
+    rng = random.Random(0)
+    broken = 0
+    for _ in range(NUM_SCHEDULES):
+        schedule = [
+            Arrival(
+                prompt=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 80))),
+                group_size=rng.randint(1, 5),
+                at_step=rng.randint(0, 12),
+                cancelled_at=None,
+                max_new_tokens=rng.randint(1, 40),
+            )
+            for _ in range(rng.randint(2, 6))
+        ]
+        try:
+            check_invariance("llama", schedule, rows=rng.randint(5, 24))
+        except AssertionError:
+            broken += 1
+    return broken
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Training time of a group: prompt copied for every completion, against prompt shared. One run, interleaved.
+
+    make bench-train
+
+SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward of one group:
+replicated is the model's own forward, all completions in one batch, head at completion positions only; shared is
+onbeat's. Both at all cores, in the workers' environment. Writes docs/bench-train.json.
+
+Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is the best of
+large matrix products in the same run. Peak memory is that of a process that trains 4,096 packed tokens, with the head
+in chunks and with all logits built, gradient checkpointing off and on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onbeat.cluster.local import EXACT_ENVIRONMENT
+
+ROOT = Path(__file__).parents[1]
+SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
+"""(prompt tokens, group size, completion tokens)"""
+MEMORY_SHAPE = (512, 28, 128)
+REPEATS = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--memory", choices=["chunked", "all logits"])
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    arguments = parser.parse_args()
+    if any(os.environ.get(key) != value for key, value in EXACT_ENVIRONMENT.items()):
+        # Before torch is imported: in an environment like the workers'.
+        return subprocess.run([sys.executable, *sys.argv], env=os.environ | EXACT_ENVIRONMENT, check=False).returncode
+    if arguments.memory:
+        print(peak_memory(arguments.memory, arguments.checkpointing))
+        return 0
+    result = {"machine": machine(), "shapes": [], "elisions": {}, "memory_bytes": {}}
+    measure_shapes(result, arguments.repeats)
+    for checkpointing in (False, True):
+        for how in ("chunked", "all logits"):
+            flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
+            done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
+            name = f"{how}, checkpointing {'on' if checkpointing else 'off'}"
+            result["memory_bytes"][name] = int(done.stdout.split()[-1])
+            print(f"peak memory, {name}: {result['memory_bytes'][name] / 2**30:.2f} GiB", flush=True)
+    (ROOT / "docs" / "bench-train.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    return {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), **versions}
+
+
+def load() -> Any:
+    import torch
+
+    from onbeat.device import load_model
+    from onbeat.model_source import model_directory
+
+    directory = model_directory(str(ROOT / "recipes" / "smollm2.py") + ":make_model")
+    if not (directory / "config.json").is_file():
+        from onbeat.functions import load_function
+
+        directory.mkdir(parents=True, exist_ok=True)
+        load_function(str(ROOT / "recipes" / "smollm2.py") + ":make_model", "model")(directory)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return load_model(str(directory)).train()
+
+
+def random_group(shape: tuple[int, int, int], vocabulary: int) -> Any:
+    from onbeat.types import TrainGroup
+
+    rng = random.Random(0)
+    prompt, size, length = shape
+    completions = tuple(tuple(rng.randrange(vocabulary) for _ in range(length)) for _ in range(size))
+    return TrainGroup(
+        slot=0,
+        prompt_ids=tuple(rng.randrange(vocabulary) for _ in range(prompt)),
+        completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * length for _ in completions),
+        advantages=tuple(rng.gauss(0, 1) for _ in completions),
+    )
+
+
+def measure_shapes(result: dict[str, Any], repeats: int) -> None:
+    import torch
+
+    from onbeat.batch.layout import Layout
+    from onbeat.training.forward import completion_logprobs, share_prompts
+
+    model = load()
+    config = model.config
+
+    def step(layout: Layout) -> None:
+        logprobs, _ = completion_logprobs(model, layout, 1.0)
+        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+
+    def replicated(layout: Layout) -> None:
+        model.set_attn_implementation("sdpa")
+        step(layout)
+
+    def shared(layout: Layout) -> None:
+        share_prompts(model)
+        step(layout)
+
+    for shape in SHAPES:
+        group = random_group(shape, config.vocab_size)
+        plain, packed = Layout.plain([group]), Layout.shared([group])
+        times = interleaved({"replicated": lambda: replicated(plain), "shared": lambda: shared(packed)}, repeats)  # noqa: B023
+        peak = gemm_peak(torch)
+        prompt, size, length = shape
+        tokens_ratio = size * (prompt + length) / (prompt + size * length)
+        median = {name: statistics.median(values) for name, values in times.items()}
+        ratio = median["replicated"] / median["shared"]
+        share = useful_flops(config, shape) / median["shared"] / peak
+        result["shapes"].append(
+            {
+                "prompt": prompt, "group": size, "completion": length, "seconds": times, "ratio": ratio,
+                "token_ratio": tokens_ratio, "of_token_ratio": ratio / tokens_ratio, "gemm_peak_flops": peak,
+                "useful_share_of_peak": share,
+            }
+        )  # fmt: skip
+        print(
+            f"P {prompt:4d}  G {size:2d}  R {length:4d}: replicated {median['replicated']:.2f} s, shared "
+            f"{median['shared']:.2f} s, ratio {ratio:.2f} = {100 * ratio / tokens_ratio:.0f} % of the token ratio "
+            f"{tokens_ratio:.2f}; useful {100 * share:.0f} % of the GEMM peak ({peak / 1e9:.0f} GFLOPS)",
+            flush=True,
+        )
+    measure_elisions(result, model, repeats)
+
+
+def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
+    """Seconds of a group (45, 8, 15) with each of the passes that can be left out."""
+    import torch
+
+    from onbeat.batch.layout import Layout
+    from onbeat.training.forward import completion_logprobs, share_prompts
+
+    share_prompts(model)
+    layout = Layout.shared([random_group(SHAPES[0], model.config.vocab_size)])
+
+    def train() -> None:
+        logprobs, _ = completion_logprobs(model, layout, 1.0)
+        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+
+    def forward_only() -> None:
+        with torch.no_grad():
+            completion_logprobs(model, layout, 1.0)
+
+    times = interleaved({"forward and backward": train, "one more forward": forward_only}, repeats)
+    whole, forward = (statistics.median(values) for values in times.values())
+    result["elisions"] = {
+        "seconds": times,
+        "old not run": forward / (whole + forward),
+        "reference not run": forward / (whole + forward),
+        "group without advantage not run": 1.0,
+    }
+    print(
+        f"elisions, P 45 G 8 R 15: old or reference not run saves {forward:.2f} s of {whole + forward:.2f} s each; "
+        f"a group without advantage, {whole:.2f} s (with a reference {whole + forward:.2f} s)",
+        flush=True,
+    )
+
+
+def interleaved(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way, A B A B …, after one unmeasured turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def gemm_peak(torch: Any) -> float:
+    """FLOPS of the best of some large float32 products."""
+    a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
+    best = float("inf")
+    for _ in range(8):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - began)
+    return float(2 * 1536**3 / best)
+
+
+def useful_flops(config: Any, shape: tuple[int, int, int]) -> float:
+    """Forward (1) and backward (2) of every token once; head at completion positions; attention over what is seen."""
+    prompt, size, length = shape
+    hidden, layers, dim = config.hidden_size, config.num_hidden_layers, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    per_token = 2 * hidden * (dim * (2 * heads + 2 * kv_heads) + 3 * config.intermediate_size)
+    tokens = prompt + size * length
+    seen = prompt * prompt / 2 + size * (length * prompt + length * length / 2)
+    attention = 4 * heads * dim * seen
+    head = 2 * hidden * config.vocab_size * size * length
+    return 3 * (layers * (per_token * tokens + attention) + head)
+
+
+def peak_memory(how: str, checkpointing: bool) -> int:
+    """Bytes of this process at its largest, while it trains MEMORY_SHAPE once."""
+    import torch
+
+    from onbeat.batch.layout import Layout
+    from onbeat.training import forward
+    from onbeat.training.forward import completion_logprobs, share_prompts
+
+    def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float) -> Any:
+        logprobs = torch.log_softmax(head(hidden) / temperature, dim=-1)
+        return logprobs.gather(1, target[:, None])[:, 0], None
+
+    if how == "all logits":
+        forward.head_logprobs = all_logits
+    model = load()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    share_prompts(model)
+    layout = Layout.shared([random_group(MEMORY_SHAPE, model.config.vocab_size)])
+    assert layout.tokens_S_L.shape[1] == 4096
+    logprobs, _ = completion_logprobs(model, layout, 1.0)
+    (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""What is left out adds nothing: with and without each elision, the gradient has the same bits.
+
+One group per micro-batch: in a pack, leaving a group out changes the shapes of the products, and so the rounding.
+"""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.config import from_tree
+from onbeat.training.trainer import GrpoTrainer
+from onbeat.types import MicroBatch, TrainGroup
+from tests.equivalence.test_gradients import random_group
+from tests.fakes.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.set_num_threads(1)
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3").save_pretrained(directory)
+    return str(directory)
+
+
+def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1) -> GrpoTrainer:
+    config = from_tree(
+        {
+            "model": {"path": model_dir},
+            "data": {"path": "unused.jsonl"},
+            "reward": {"functions": [{"path": "exact_match"}]},
+            "algorithm": {"beta": beta},
+            "schedule": {"updates_per_period": updates},
+        }
+    )
+    return GrpoTrainer(config, model_dir)
+
+
+def gradients(trainer: GrpoTrainer, groups: list[TrainGroup]) -> list[torch.Tensor]:
+    for index, group in enumerate(groups):
+        trainer.accumulate(MicroBatch(period=0, update=0, index=index, rank=0, groups=(group,)))
+    found = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in trainer.model.parameters()]
+    trainer.model.zero_grad()
+    return found
+
+
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert any(gradient.any() for gradient in expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def random_groups(seed: int) -> list[TrainGroup]:
+    return [random_group(random.Random(seed + slot), slot) for slot in range(3)]
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+def test_old_is_not_run_while_the_weights_have_not_moved(model_dir: str, seed: int) -> None:
+    trainer = make_trainer(model_dir, updates=2)
+    elided = gradients(trainer, random_groups(seed))
+    trainer._models._moved = True  # makes the old policy run; its weights are still those of the policy
+    assert_same_bits(gradients(trainer, random_groups(seed)), elided)
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+def test_the_reference_is_not_run_when_the_kl_has_no_weight(model_dir: str, seed: int) -> None:
+    elided = gradients(make_trainer(model_dir), random_groups(seed))
+    trainer = make_trainer(model_dir, beta=0.5)
+    assert trainer._models.reference is not None
+    trainer._algorithm = trainer._algorithm.model_copy(update={"beta": 0.0})
+    assert_same_bits(gradients(trainer, random_groups(seed)), elided)
+    assert make_trainer(model_dir)._models.reference is None
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+def test_a_group_without_advantage_is_left_out(model_dir: str, seed: int) -> None:
+    groups = random_groups(seed)
+    nothing = msgspec.structs.replace(groups[1], advantages=tuple(0.0 for _ in groups[1].advantages))
+    trainer = make_trainer(model_dir)
+    elided = gradients(trainer, [groups[0], groups[2]])
+    assert_same_bits(gradients(trainer, [groups[0], nothing, groups[2]]), elided)
+
+
+def test_with_a_kl_a_group_without_advantage_has_a_gradient(model_dir: str) -> None:
+    """Why the loader elides only if the loss has no other term."""
+    group = random_groups(1)[0]
+    nothing = msgspec.structs.replace(group, advantages=tuple(0.0 for _ in group.advantages))
+    trainer = make_trainer(model_dir, beta=0.5)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.05)
+    assert any(gradient.any() for gradient in gradients(trainer, [nothing]))
