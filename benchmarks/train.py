@@ -18,7 +18,6 @@ import json
 import os
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -72,14 +71,12 @@ def load() -> Any:
     import torch
 
     from onbeat.device import load_model
-    from onbeat.model_source import model_directory
+    from onbeat.model_source import make_model, model_directory
 
-    directory = model_directory(str(ROOT / "recipes" / "smollm2.py") + ":make_model")
+    source = str(ROOT / "recipes" / "smollm2.py") + ":make_model"
+    directory = model_directory(source)
     if not (directory / "config.json").is_file():
-        from onbeat.functions import load_function
-
-        directory.mkdir(parents=True, exist_ok=True)
-        load_function(str(ROOT / "recipes" / "smollm2.py") + ":make_model", "model")(directory)
+        make_model(source, directory)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     return load_model(str(directory)).train()
 
@@ -237,7 +234,8 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     assert layout.tokens_S_L.shape[1] == 4096
     logprobs, _ = completion_logprobs(model, layout, 1.0)
     (layout.advantage_T * logprobs / layout.length_T).sum().backward()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()  # ru_maxrss would be the parent's, if that was larger
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

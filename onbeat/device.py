@@ -15,9 +15,14 @@ from transformers.utils import logging
 from onbeat.errors import InputError
 
 
-def set_threads(threads: int) -> None:
-    """Use `threads` threads; 0: every core this process may run on. Fixed for the process: bits depend on it."""
+def prepare_process(threads: int) -> None:
+    """Use `threads` threads (0: every core this process may run on), and no operation whose bits depend on timing.
+
+    Both are fixed for the process. torch then refuses an operation that has no deterministic form rather than run it.
+    """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.use_deterministic_algorithms(True)  # type: ignore[no-untyped-call]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # we do not read it
 
 
 def load_model(directory: str) -> Any:

@@ -69,15 +69,12 @@ async def obtain_model(path: str, launcher: Launcher) -> Path:
     raise InputError(f"model.path = {path!r}: the process that makes the model died\n{child.log_tail()}")
 
 
-def main(sock: socket.socket, settings_bytes: bytes) -> None:
-    """In the child: make the model beside its place, then move it there in one step."""
-    settings = msgspec.msgpack.decode(settings_bytes, type=MakeModel)
-    channel: Channel[None] = Channel(sock, None)
-    directory = Path(settings.directory)
+def make_model(source: str, directory: Path) -> None:
+    """Call the function on a fresh directory beside the model's place, then move it there in one step."""
     beside = directory.with_name(f"{directory.name}.{os.getpid()}")
+    beside.mkdir(parents=True)
     try:
-        beside.mkdir(parents=True)
-        load_function(settings.source, "model.path")(beside)
+        load_function(source, "model.path")(beside)
         if not (beside / "config.json").is_file():
             raise InputError("the function left no config.json in the directory it was given")
         try:
@@ -85,9 +82,17 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         except OSError:
             if not (directory / "config.json").is_file():  # another run may have been first
                 raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def main(sock: socket.socket, settings_bytes: bytes) -> None:
+    """In the child: make the model and say so."""
+    settings = msgspec.msgpack.decode(settings_bytes, type=MakeModel)
+    channel: Channel[None] = Channel(sock, None)
+    try:
+        make_model(settings.source, Path(settings.directory))
         channel.send(ModelMade())
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

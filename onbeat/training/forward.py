@@ -53,7 +53,9 @@ def completion_logprobs(
     hidden = _body(model, layout, SharedPrompt(layout.segments, kept=prompt.kept if prompt else {}))
     if prompt is not None:
         hidden = torch.cat([prompt.last_hidden, hidden])
-    return head_logprobs(model.get_output_embeddings(), hidden[layout.prediction_T], layout.target_T, temperature)
+    # index_select: the backward of plain indexing adds rows that repeat (the prompt's last) in any order of threads.
+    predictions = hidden.index_select(0, layout.prediction_T)
+    return head_logprobs(model.get_output_embeddings(), predictions, layout.target_T, temperature)
 
 
 def prompt_state(model: Any, prompt_ids: Sequence[int]) -> PromptState:

@@ -112,7 +112,7 @@ class GrpoTrainer:
                 group["lr"] = rate
             self._models.before_step()
             self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=False)  # the memory is wanted again in a moment
         self._update += 1
         report = self._report(divisor, norm, rate, stepped=finite)
         self._sums = _Sums()

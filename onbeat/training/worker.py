@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from onbeat.config import Config
-from onbeat.device import set_threads
+from onbeat.device import prepare_process
 from onbeat.errors import InputError
 from onbeat.functions import raised
 from onbeat.messages import (
@@ -74,7 +74,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     channel: Channel[ToTrainer] = Channel(sock, ToTrainer)
     try:
         config = Config.model_validate_json(settings.config)
-        set_threads(config.trainer.threads)
+        prepare_process(config.trainer.threads)
         trainer = GrpoTrainer(config, settings.model_dir)
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared))

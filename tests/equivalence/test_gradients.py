@@ -100,6 +100,29 @@ def test_permuted_and_repacked_groups_give_the_same_gradient_to_1e_6(
     assert relative_difference(gradient(trainer), in_order) < 1e-6
 
 
+def test_the_same_groups_give_the_same_bits_again_on_two_threads(model_dir: str) -> None:
+    """Large enough that torch splits operations over threads; some of them then add in any order, unless forbidden."""
+    rng = random.Random(2)
+    completions = tuple(tuple(rng.randrange(VOCABULARY) for _ in range(40)) for _ in range(24))
+    group = TrainGroup(
+        slot=0,
+        prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(50)),
+        completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * 40 for _ in completions),
+        advantages=tuple(rng.gauss(0, 1) for _ in completions),
+    )
+    torch.set_num_threads(2)
+    try:
+        trainer = GrpoTrainer(make_config(model_dir, beta=0.05), model_dir)
+        found = []
+        for _ in range(10):
+            accumulate(trainer, [[group]])
+            found.append(gradient(trainer))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def straightforward_loss(
     model: torch.nn.Module, reference: torch.nn.Module, groups: list[TrainGroup], config: Config
 ) -> torch.Tensor:
