@@ -21,8 +21,8 @@ def prepare_process(threads: int) -> None:
     Both are fixed for the process. torch then refuses an operation that has no deterministic form rather than run it.
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    torch.use_deterministic_algorithms(True)  # type: ignore[no-untyped-call]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # we do not read it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # never read
 
 
 def load_model(directory: str) -> Any:
