@@ -1,0 +1,64 @@
+"""`onbeat check MODEL`: what people run before they trust a new architecture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CohereConfig, CohereForCausalLM
+
+from onbeat.check import CheckReport
+from tests.fakes.models import tiny_model
+
+
+def check(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onbeat.cli", "check", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_a_model_whose_forms_agree_passes_with_the_differences_and_the_speed_up(
+    architecture: str, tmp_path: Path
+) -> None:
+    tiny_model(architecture).save_pretrained(tmp_path)
+    done = check(tmp_path)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "log-probabilities  largest difference",
+        "gradients ",
+        "speed-up ",
+        "batch invariance   yes",
+        "agrees",
+    ):
+        assert line in done.stdout
+
+
+def test_a_model_that_cannot_share_is_told_so_and_passes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    CohereForCausalLM(
+        CohereConfig(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, logit_scale=0.25)
+    ).save_pretrained(tmp_path)  # fmt: skip
+    done = check(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "shared prompt      no: " in done.stdout
+    assert "trained plain" in done.stdout
+
+
+def test_what_is_no_model_is_a_sentence_with_code_3(tmp_path: Path) -> None:
+    done = check(tmp_path / "nothing")
+    assert done.returncode == 3
+    assert "cannot be loaded as a causal language model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("logprob_gap", "gradient_gap"), [(0.1, 1e-6), (1e-6, 1e-2), (float("nan"), 1e-6)])
+def test_a_difference_over_the_limit_is_a_disagreement(logprob_gap: float, gradient_gap: float) -> None:
+    report = CheckReport(
+        why_not_shared=None, logprob_gap=logprob_gap, gradient_gap=gradient_gap, speedup=2.0, row_variance=None
+    )
+    assert not report.agrees
+    assert report.lines()[-1].startswith("DISAGREES")
