@@ -13,20 +13,18 @@ tests/equivalence/test_batch_invariance.py holds this, because it rests on the l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from onbeat.attention import causal_mask, refuse_unsupported
+
 KEY_MULTIPLE = 32
 MIN_ROWS = 4
 ATTENTION = "onbeat_cached"
 """The name under which transformers finds `cached_attention`."""
-
-_UNSUPPORTED = ("softcap", "s_aux")
-"""Extras some architectures pass to attention; computing without them would be silently wrong."""
 
 
 class KVCache:
@@ -89,7 +87,7 @@ class KVCache:
             length = self._prompt_length
             keys[self._prefill_row, :, :length] = key[0, :, :length]
             values[self._prefill_row, :, :length] = value[0, :, :length]
-            mask = None if window is None or key.shape[2] <= window else _causal_window(key.shape[2], window)
+            mask = None if window is None or key.shape[2] <= window else causal_mask(0, key.shape[2], window)
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
@@ -117,11 +115,6 @@ class KVCache:
         return self._masks[window]
 
 
-def _causal_window(length: int, window: int) -> torch.Tensor:
-    at = torch.arange(length)
-    return (at[None] <= at[:, None]) & (at[None] > at[:, None] - window)
-
-
 def cached_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -140,14 +133,6 @@ def cached_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     attended = kv_cache.attend(layer, query, key, value, scale, sliding_window)
     return attended.transpose(1, 2), None
-
-
-def refuse_unsupported(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if extras.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} uses {name!r} in attention, which onbeat does not compute"
-            )
 
 
 AttentionInterface.register(ATTENTION, cached_attention)

@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from onbeat.attention import causal_mask, refuse_unsupported
 from onbeat.batch.layout import Block, Segment
 
 ATTENTION = "onbeat_shared"
-_UNSUPPORTED = ("softcap", "s_aux")
-"""Extras some architectures pass to attention; computing without them would be silently wrong."""
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -71,15 +70,9 @@ class SharedPrompt:
         return torch.cat(parts, dim=2)
 
     def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:
-        """[length, before + length]: everything before, then causal, no further back than the window."""
         name = (before, length, window)
         if name not in self._masks:
-            at = torch.arange(before + length)[None]
-            own = before + torch.arange(length)[:, None]
-            mask = at <= own
-            if window is not None:
-                mask &= at > own - window
-            self._masks[name] = mask
+            self._masks[name] = causal_mask(before, length, window)
         return self._masks[name]
 
 
@@ -111,9 +104,7 @@ def shared_attention(
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
     """What every attention layer of the model calls."""
-    for name in _UNSUPPORTED:
-        if extras.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} uses {name!r}, which shared prompts do not compute")
+    refuse_unsupported(module, extras)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return shared_prompt.attend(layer, query, key, value, scale, sliding_window).transpose(1, 2), None
