@@ -1,12 +1,11 @@
 """Shared-prompt attention for any transformers decoder: each prompt is computed once for all its completions.
 
 Registered under a name, found by the model through its attention interface, told the layout by a keyword that travels
-through the model's forward: nothing is patched. Built on scaled_dot_product_attention alone, which has a backward on
-every device.
+through the model's forward: nothing is patched.
 
-    group in the sequence      [prompt P | block of C completions of R | block … ]
-    prompt                     causal over itself
-    block                      queries [C, heads, R, d] over keys [C, kv heads, P + R, d]: the prompt's, then its own
+    group in the sequence      [prompt P | completion | completion | … ]
+    prompt                     causal over itself: scaled_dot_product_attention
+    completions                over the prompt's keys and their own (group_attention.py)
 
 A layer with a sliding window of W sees W positions back, its own included; of the prompt it needs the last W - 1 keys.
 
@@ -25,6 +24,7 @@ from transformers import AttentionInterface
 
 from onbeat.attention import causal_mask, refuse_unsupported
 from onbeat.batch.layout import Block, Segment
+from onbeat.training.group_attention import GroupShape, group_attention
 
 ATTENTION = "onbeat_shared"
 
@@ -39,7 +39,6 @@ class SharedPrompt:
     kept: dict[int, KeysValues] = field(default_factory=dict)
     """By layer; filled by a `prompt_only` forward, read by `completions_only` ones."""
     keep: bool = False
-    _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
@@ -53,34 +52,24 @@ class SharedPrompt:
             else:
                 at = slice(segment.prompt_start, segment.prompt_start + length)
                 prompt_key, prompt_value = key[:, :, at], value[:, :, at]
-                mask = self._mask(0, length, window) if window is not None and length > window else None
+                mask = causal_mask(0, length, window) if window is not None and length > window else None
                 parts.append(_sdpa(query[:, :, at], prompt_key, prompt_value, mask, scale))
             if self.keep:
                 self.kept[layer] = (prompt_key, prompt_value)
-            if window is not None and length > window - 1:
-                seen = slice(length - window + 1, None)
-                prompt_key, prompt_value = prompt_key[:, :, seen], prompt_value[:, :, seen]
-            for block in segment.blocks:
-                own = _rows(query, block)
-                keys = torch.cat([prompt_key.expand(block.num_completions, -1, -1, -1), _rows(key, block)], dim=2)
-                values = torch.cat([prompt_value.expand(block.num_completions, -1, -1, -1), _rows(value, block)], dim=2)
-                mask = self._mask(prompt_key.shape[2], block.length, window)
-                attended = _sdpa(own, keys, values, mask, scale)
-                parts.append(attended.transpose(0, 1).flatten(1, 2)[None])
+            if segment.blocks:
+                first, last = segment.blocks[0].start, segment.blocks[-1].end
+                blocks = tuple(Block(b.start - first, b.num_completions, b.length) for b in segment.blocks)
+                seen = slice(max(0, length - window + 1) if window is not None else 0, length)
+                attended = group_attention(
+                    query[0, :, first:last],
+                    prompt_key[0, :, seen],
+                    prompt_value[0, :, seen],
+                    key[0, :, first:last],
+                    value[0, :, first:last],
+                    GroupShape(blocks, seen.stop - seen.start, window, scale),
+                )
+                parts.append(attended[None])
         return torch.cat(parts, dim=2)
-
-    def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:
-        name = (before, length, window)
-        if name not in self._masks:
-            self._masks[name] = causal_mask(before, length, window)
-        return self._masks[name]
-
-
-def _rows(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block of [1, heads, N, d] as [C, heads, R, d], without copying."""
-    heads, _, dim = tensor[0].shape
-    at = tensor[0, :, block.start : block.end]
-    return at.view(heads, block.num_completions, block.length, dim).transpose(0, 1)
 
 
 def _sdpa(

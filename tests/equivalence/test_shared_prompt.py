@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from onbeat.batch.layout import Layout, split_group
-from onbeat.training import head
+from onbeat.training import group_attention, head
 from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
 from onbeat.training.tri_model import TriModel
 from onbeat.types import TrainGroup
@@ -184,6 +184,18 @@ def test_shared_equals_plain_in_float64(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with all_in_float64():
         check_forms(model, groups, max_tokens, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3000, 40000])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@given(groups=train_groups(), max_tokens=st.integers(1, 40))
+@settings(max_examples=3)
+def test_shared_equals_plain_however_attention_is_cut_into_pieces(
+    architecture: str, piece_bytes: int, groups: list[TrainGroup], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_attention, "PIECE_BYTES", piece_bytes)
+    with all_in_float64():
+        check_forms(copy.deepcopy(tiny_model(architecture)).double(), groups, max_tokens, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])

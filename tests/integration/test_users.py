@@ -18,6 +18,8 @@ from onbeat.errors import ConfigError, InputError
 from tests.fakes.processes import RunProcess
 from tests.fakes.runs import RECIPE, ROOT, SMALL, run_digests, train_digests
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def rewards(tmp_path: Path) -> Path:
