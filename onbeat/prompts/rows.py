@@ -47,8 +47,10 @@ def _jsonl(path: Path) -> Iterator[Any]:
                         yield json.loads(line)
                     except json.JSONDecodeError as error:
                         raise InputError(f"{path}, line {number} is not JSON: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"cannot read {path}: it is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _checked(row: Any, source: str, number: int) -> Row:
