@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from onbeat.cluster.local import EXACT_ENVIRONMENT
+from onbeat.environment import EXACT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 PROPS = ("everything", "no MKL_CBWR", "no 4 rows", "no key padding")

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onbeat.cluster.local import EXACT_ENVIRONMENT
+from onbeat.environment import TORCH_ENVIRONMENT, prepare_this_process
 
 ROOT = Path(__file__).parents[1]
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
@@ -41,9 +41,10 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     arguments = parser.parse_args()
-    if any(os.environ.get(key) != value for key, value in EXACT_ENVIRONMENT.items()):
+    if any(os.environ.get(key) != value for key, value in TORCH_ENVIRONMENT.items()):
         # Before torch is imported: in an environment like the workers'.
-        return subprocess.run([sys.executable, *sys.argv], env=os.environ | EXACT_ENVIRONMENT, check=False).returncode
+        return subprocess.run([sys.executable, *sys.argv], env=os.environ | TORCH_ENVIRONMENT, check=False).returncode
+    prepare_this_process()
     if arguments.memory:
         print(peak_memory(arguments.memory, arguments.checkpointing))
         return 0
@@ -218,7 +219,7 @@ def peak_memory(how: str, checkpointing: bool) -> int:
 
     from onbeat.batch.layout import Layout
     from onbeat.training import forward
-    from onbeat.training.forward import completion_logprobs, share_prompts
+    from onbeat.training.forward import checkpoint_layers, completion_logprobs, share_prompts
 
     def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float) -> Any:
         logprobs = torch.log_softmax(head(hidden) / temperature, dim=-1)
@@ -228,7 +229,7 @@ def peak_memory(how: str, checkpointing: bool) -> int:
         forward.head_logprobs = all_logits
     model = load()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     share_prompts(model)
     layout = Layout.shared([random_group(MEMORY_SHAPE, model.config.vocab_size)])
     assert layout.tokens_S_L.shape[1] == 4096

@@ -33,9 +33,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onbeat.cluster.local import EXACT_ENVIRONMENT
 from onbeat.config import Config, load
 from onbeat.controller import prepare_run_dir
+from onbeat.environment import EXACT_ENVIRONMENT, prepare_this_process
 from onbeat.loader import Period
 from onbeat.observe.trace import Trace
 from onbeat.protocols import Snapshot
@@ -54,7 +54,7 @@ def prepare_environment() -> None:
         if missing := environment_gaps():
             warnings.warn(f"torch was imported before prepare_environment(): not bit-exact ({missing})", stacklevel=2)
         return
-    os.environ.update(EXACT_ENVIRONMENT)
+    prepare_this_process()
 
 
 def environment_gaps() -> str | None:

@@ -14,7 +14,8 @@ Who dies when:
 - a worker dies: we kill what is left of its process group. We are the subreaper of all below us, so a grandchild
   that moved to another session becomes our child; whom we did not spawn, we kill.
 
-This module imports no torch by itself: with an empty preload list it serves the torch-free reward workers.
+What is preloaded may import torch, so its environment is prepared first; this module imports none: with an empty list
+it serves the torch-free reward workers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import NoReturn
 
 import msgspec
 
+from onbeat.environment import prepare_this_process
 from onbeat.wire import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -226,6 +228,8 @@ def main() -> None:
     die_with_parent(arguments.parent, signal.SIGTERM)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control = socket.socket(fileno=arguments.control)
+    if arguments.preload:
+        prepare_this_process()
     for module in arguments.preload:
         importlib.import_module(module)
     ForkServer(control).run()

@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
+from onbeat.environment import TORCH_ENVIRONMENT
 from onbeat.errors import WireError, WorkerError
 from onbeat.wire import Connection
 
@@ -29,21 +30,6 @@ M = TypeVar("M")
 
 _TORCH_PRELOAD = ("onbeat.training.worker", "onbeat.rollout.worker", "onbeat.model_source")
 _LOG_TAIL_LINES = 20
-
-EXACT_ENVIRONMENT = {
-    # One code path of the matrix library whatever the alignment, the batch and the thread: rows come out the same.
-    "MKL_CBWR": "AVX2",
-    # Trainer and generators share the cores; a thread that spins while it waits would take them from the others.
-    "OMP_WAIT_POLICY": "passive",
-}
-"""What torch must find when it is first imported. Exactness and speed rest on it (docs/exactness.md)."""
-
-_ALLOCATOR_ENVIRONMENT = {
-    # Large buffers stay in the process instead of going back to the kernel after every operation: each return is paid
-    # for with a page fault per 4 KiB when the memory is wanted again, a tenth of the time of a training step.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-}
 
 
 class LocalChild(Generic[M]):
@@ -97,7 +83,7 @@ class _Server:
             fds = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "onbeat.cluster.forkserver", *fds, "--preload", *preload],
-                env=os.environ | EXACT_ENVIRONMENT | (_ALLOCATOR_ENVIRONMENT if preload else {}),
+                env=os.environ | (TORCH_ENVIRONMENT if preload else {}),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -66,7 +66,8 @@ class SharedPrompt:
                     prompt_value[0, :, seen],
                     key[0, :, first:last],
                     value[0, :, first:last],
-                    GroupShape(blocks, seen.stop - seen.start, window, scale),
+                    scale,
+                    GroupShape(blocks, seen.stop - seen.start, window),
                 )
                 parts.append(attended[None])
         return torch.cat(parts, dim=2)

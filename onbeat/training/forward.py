@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from onbeat.batch.layout import Layout
 from onbeat.training.attention import ATTENTION, KeysValues, SharedPrompt
+from onbeat.training.gradients import gradients_in_place
 from onbeat.training.head import head_logprobs
 from onbeat.types import TrainGroup
 
@@ -49,7 +50,8 @@ def completion_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per completion token, [T]: its log-probability, and the entropy (without gradient) of its prediction."""
     if layout.segments is None:
-        return _plain_logprobs(model, layout, temperature)
+        with gradients_in_place():
+            return _plain_logprobs(model, layout, temperature)
     hidden = _body(model, layout, SharedPrompt(layout.segments, kept=prompt.kept if prompt else {}))
     if prompt is not None:
         hidden = torch.cat([prompt.last_hidden, hidden])
@@ -84,9 +86,10 @@ def split_prompt(model: Any, prompt_ids: Sequence[int]) -> Iterator[PromptState]
 
 def _body(model: Any, layout: Layout, shared: SharedPrompt) -> torch.Tensor:
     """Last hidden states of the one packed sequence, [L, H]."""
-    output = model.base_model(
-        input_ids=layout.tokens_S_L, position_ids=layout.positions_S_L, use_cache=False, shared_prompt=shared
-    )
+    with gradients_in_place():
+        output = model.base_model(
+            input_ids=layout.tokens_S_L, position_ids=layout.positions_S_L, use_cache=False, shared_prompt=shared
+        )
     hidden: torch.Tensor = output.last_hidden_state
     return hidden[0]
 
@@ -150,3 +153,10 @@ def _why_forms_differ(model: Any, vocabulary: int) -> str | None:
 def share_prompts(model: Any) -> None:
     """From now on the model's attention is ours: it can run shared layouts, and nothing else."""
     model.set_attn_implementation(ATTENTION)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Keep each layer's input alone and compute the layer again in backward, in the mode the forward ran in."""
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False, "context_fn": lambda: (nullcontext(), gradients_in_place())}
+    )

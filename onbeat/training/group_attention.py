@@ -4,7 +4,7 @@ All completions' queries meet the prompt's keys in one product; each completion 
 two softmaxes are one, by their log-sum-exp. Nothing of the prompt is copied per completion, and in backward the sum
 over completions is inside the product that gives the prompt's gradient.
 
-    s_prompt = q · K_promptᵀ     s_own = q · K_ownᵀ (causal)     lse = log Σ exp of both
+    s_prompt = q · K_promptᵀ     s_own = q · K_ownᵀ (causal)     lse = log Σ exp of both     (q comes scaled)
     out = exp(s_prompt - lse) · V_prompt + exp(s_own - lse) · V_own
 
 Kept for backward: inputs, output and lse. Scores exist piece by piece, at most PIECE_BYTES at a time, in forward and in
@@ -25,7 +25,8 @@ import torch
 from onbeat.attention import causal_mask
 from onbeat.batch.layout import Block
 
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 4 << 20
+_LOWEST = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,6 @@ class GroupShape:
     """With `start` counted from the group's first completion token."""
     prompt_length: int
     window: int | None
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,18 @@ class _GroupAttention(torch.autograd.Function):
         v_KTD: torch.Tensor,
         shape: GroupShape,
     ) -> torch.Tensor:
-        lse_KQT = q_KQTD.new_empty(q_KQTD.shape[:3])
-        for piece in _pieces(shape, q_KQTD):
-            piece.queries(lse_KQT).copy_(_own_scores(piece, q_KQTD, k_KTD, shape).logsumexp(dim=-1))
-        for rows in _row_chunks(shape, q_KQTD):
-            before = _prompt_scores(rows, q_KQTD, prompt_k_KPD, shape).logsumexp(dim=-1)
-            lse_KQT[:, :, rows] = torch.logaddexp(lse_KQT[:, :, rows], before)
         out_KQTD = torch.empty_like(q_KQTD)
+        lse_KQT, top_KQT = (q_KQTD.new_empty(q_KQTD.shape[:3]) for _ in range(2))
         for rows in _row_chunks(shape, q_KQTD):
-            weights = _prompt_scores(rows, q_KQTD, prompt_k_KPD, shape).sub_(lse_KQT[:, :, rows, None]).exp_()
+            weights, top, total = _softmax_sums(_prompt_scores(rows, q_KQTD, prompt_k_KPD, shape))
             out_KQTD[:, :, rows] = _product(weights, prompt_v_KPD)
+            top_KQT[:, :, rows], lse_KQT[:, :, rows] = top, top + total.log()
         for piece in _pieces(shape, q_KQTD):
-            weights = _own_scores(piece, q_KQTD, k_KTD, shape).sub_(piece.queries(lse_KQT)[..., None]).exp_()
-            piece.queries(out_KQTD).add_(weights @ piece.keys(v_KTD)[:, None])
+            weights, top, total = _softmax_sums(_own_scores(piece, q_KQTD, k_KTD, shape))
+            lse, out = piece.queries(lse_KQT), piece.queries(out_KQTD)
+            lse.copy_(torch.logaddexp(lse, top + total.log()))
+            out.mul_((piece.queries(top_KQT) - lse).exp_()[..., None])
+            out.add_((weights @ piece.keys(v_KTD)[:, None]).mul_((top - lse).exp_()[..., None]))
         ctx.save_for_backward(q_KQTD, prompt_k_KPD, prompt_v_KPD, k_KTD, v_KTD, out_KQTD, lse_KQT)
         ctx.shape = shape
         return out_KQTD
@@ -108,7 +107,7 @@ class _GroupAttention(torch.autograd.Function):
             queries, grads = q[:, :, rows].flatten(1, 2), grad_out[:, :, rows].flatten(1, 2)
             grad_prompt_v.baddbmm_(weights.transpose(1, 2), grads)
             grad_scores = torch.bmm(grads, prompt_v.transpose(1, 2)).sub_(delta_KQT[:, :, rows].flatten(1)[..., None])
-            grad_scores.mul_(weights).mul_(shape.scale)
+            grad_scores.mul_(weights)
             grad_prompt_k.baddbmm_(grad_scores.transpose(1, 2), queries)
             grad_q[:, :, rows] = torch.bmm(grad_scores, prompt_k).view_as(grad_q[:, :, rows])
         for piece in _pieces(shape, q):
@@ -116,10 +115,17 @@ class _GroupAttention(torch.autograd.Function):
             grads = piece.queries(grad_out)
             piece.keys(grad_v).add_((weights.transpose(-1, -2) @ grads).sum(dim=1))
             grad_scores = (grads @ piece.keys(v)[:, None].transpose(-1, -2)).sub_(piece.queries(delta_KQT)[..., None])
-            grad_scores.mul_(weights).mul_(shape.scale)
+            grad_scores.mul_(weights)
             piece.keys(grad_k).add_((grad_scores.transpose(-1, -2) @ piece.queries(q)).sum(dim=1))
             piece.queries(grad_q).add_(grad_scores @ piece.keys(k)[:, None])
         return grad_q, grad_prompt_k, grad_prompt_v, grad_k, grad_v, None
+
+
+def _softmax_sums(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """exp(scores - top), top, and the sum over keys, by row; in place. A row that sees nothing has sum 0."""
+    top = scores.amax(dim=-1).clamp_(min=_LOWEST)
+    weights = scores.sub_(top[..., None]).exp_()
+    return weights, top, weights.sum(dim=-1)
 
 
 def _product(rows_KQTX: torch.Tensor, matrix_KXY: torch.Tensor) -> torch.Tensor:
@@ -130,7 +136,7 @@ def _product(rows_KQTX: torch.Tensor, matrix_KXY: torch.Tensor) -> torch.Tensor:
 
 def _prompt_scores(rows: slice, q: torch.Tensor, prompt_k: torch.Tensor, shape: GroupShape) -> torch.Tensor:
     """[K, Q, rows, P]"""
-    scores = _product(q[:, :, rows], prompt_k.transpose(1, 2)).mul_(shape.scale)
+    scores = _product(q[:, :, rows], prompt_k.transpose(1, 2))
     if shape.window is not None:
         scores.masked_fill_(~_prompt_mask(shape, q.shape[2])[rows], float("-inf"))
     return scores
@@ -147,7 +153,7 @@ def _prompt_mask(shape: GroupShape, num_rows: int) -> torch.Tensor:
 
 def _own_scores(piece: _Piece, q: torch.Tensor, k: torch.Tensor, shape: GroupShape) -> torch.Tensor:
     """[K, Q, C, r, r1]"""
-    scores = (piece.queries(q) @ piece.keys(k)[:, None].transpose(-1, -2)).mul_(shape.scale)
+    scores = piece.queries(q) @ piece.keys(k)[:, None].transpose(-1, -2)
     return scores.masked_fill_(~piece.mask(shape.window), float("-inf"))
 
 
@@ -175,11 +181,12 @@ def group_attention(
     prompt_value: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    scale: float,
     shape: GroupShape,
 ) -> torch.Tensor:
     """query [heads, T, d], prompt's [kv heads, P, d], own [kv heads, T, d] → [heads, T, d]."""
     heads, rows, dim = query.shape
-    grouped = query.reshape(key.shape[0], heads // key.shape[0], rows, dim).contiguous()
+    grouped = (query * scale).view(key.shape[0], heads // key.shape[0], rows, dim)
     own_key, own_value = key.contiguous(), value.contiguous()
     out = _GroupAttention.apply(  # type: ignore[no-untyped-call]
         grouped, prompt_key.contiguous(), prompt_value.contiguous(), own_key, own_value, shape

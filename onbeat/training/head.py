@@ -1,7 +1,8 @@
 """Log-probabilities without the logits: head and log-softmax in chunks, at completion positions, forward and backward.
 
 The logits of 4,096 tokens over a vocabulary of 49k take 800 MB, and several times that in backward. Here they exist for
-one chunk of rows at a time; backward computes them once more. What is kept per token is one number.
+one chunk of rows at a time; backward computes them once more, unless all of them are small. The weight's gradient is
+added where it is kept (gradients.py).
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+from onbeat.training.gradients import add, add_product
 
 CHUNK_BYTES = 64 << 20
 """Of logits at a time."""
+
+KEPT_BYTES = 256 << 20
+"""So much may stay from forward to backward; a larger micro-batch, where memory is short, computes its logits twice."""
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -28,41 +35,49 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_T = torch.empty(len(target_T), dtype=hidden_T_H.dtype)
         entropy_T = torch.empty_like(logprobs_T)
+        size = len(target_T) * len(weight_V_H) * hidden_T_H.element_size()
+        keeps = size <= KEPT_BYTES and any(ctx.needs_input_grad)
+        kept = []
         for rows in _chunks(len(target_T), len(weight_V_H), hidden_T_H.element_size()):
             logits = _logits(hidden_T_H[rows], weight_V_H, bias_V, temperature)
-            total = logits.logsumexp(dim=-1)
-            logprobs_T[rows] = logits.gather(1, target_T[rows, None])[:, 0] - total
-            # H = log Z - E[logit]: in place, for the logits are not needed any more.
-            probabilities = (logits - total[:, None]).exp_()
-            entropy_T[rows] = total - probabilities.mul_(logits).sum(dim=-1)
-        ctx.save_for_backward(hidden_T_H, weight_V_H, bias_V, target_T)
-        ctx.temperature = temperature
+            probabilities = torch.softmax(logits, dim=-1)
+            # log Z from the largest: its probability is at least 1/V, so the logarithm is safe.
+            log_total = logits.amax(dim=-1) - probabilities.amax(dim=-1).log_()
+            logprobs_T[rows] = logits.gather(1, target_T[rows, None])[:, 0] - log_total
+            entropy_T[rows] = log_total - torch.linalg.vecdot(probabilities, logits)
+            if keeps:
+                kept.append(probabilities)
+        ctx.save_for_backward(hidden_T_H, target_T, *kept)
+        ctx.weight, ctx.bias, ctx.temperature = weight_V_H, bias_V, temperature
         ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_T_H, weight_V_H, bias_V, target_T = ctx.saved_tensors
-        grad_T = gradients[0]
+        hidden_T_H, target_T, *kept = ctx.saved_tensors
+        weight_V_H, bias_V = ctx.weight, ctx.bias
+        scale_T = gradients[0] / ctx.temperature
         grad_hidden = torch.empty_like(hidden_T_H)
-        grad_weight = torch.zeros_like(weight_V_H) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias_V) if bias_V is not None else None
-        for rows in _chunks(len(target_T), len(weight_V_H), hidden_T_H.element_size()):
-            logits = _logits(hidden_T_H[rows], weight_V_H, bias_V, ctx.temperature)
+        for number, rows in enumerate(_chunks(len(target_T), len(weight_V_H), hidden_T_H.element_size())):
+            if kept:
+                probabilities = kept[number]
+            else:
+                logits = _logits(hidden_T_H[rows], weight_V_H, bias_V, ctx.temperature)
+                probabilities = torch.softmax(logits, dim=-1)
             # d logprob / d logit = (one at the target) - probability, times the gradient, over the temperature.
-            scale = grad_T[rows] / ctx.temperature
-            grad_logits = logits.sub_(logits.logsumexp(dim=-1, keepdim=True)).exp_().mul_(-scale[:, None])
+            scale = scale_T[rows]
+            grad_logits = probabilities * -scale[:, None]
             grad_logits[torch.arange(len(scale)), target_T[rows]] += scale
             torch.mm(grad_logits, weight_V_H, out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.T, hidden_T_H[rows])
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
-        return grad_hidden, grad_weight, grad_bias, None, None
+            if weight_V_H.requires_grad:
+                add_product(weight_V_H, grad_logits.T, hidden_T_H[rows])
+            if bias_V is not None and bias_V.requires_grad:
+                add(bias_V, grad_logits.sum(dim=0))
+        return grad_hidden, None, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = F.linear(hidden, weight, bias)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -20,6 +20,7 @@ from onbeat.batch.layout import Layout
 from onbeat.device import load_model
 from onbeat.training.forward import (
     PromptState,
+    checkpoint_layers,
     completion_logprobs,
     prompt_state,
     share_prompts,
@@ -55,7 +56,7 @@ class TriModel:
     ) -> None:
         self.policy = load_model(model_dir).train()
         if checkpointing:
-            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(self.policy)
         self.why_not_shared = why_not_shared(self.policy)
         self.old = _frozen(model_dir) if needs_old else None
         self.reference = _frozen(model_dir) if needs_reference else None

@@ -27,7 +27,13 @@ from transformers import (
 
 from onbeat.batch.layout import Layout, split_group
 from onbeat.training import group_attention, head
-from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
+from onbeat.training.forward import (
+    checkpoint_layers,
+    completion_logprobs,
+    share_prompts,
+    split_prompt,
+    why_not_shared,
+)
 from onbeat.training.tri_model import TriModel
 from onbeat.types import TrainGroup
 from tests.fakes.models import ALL_ARCHITECTURES, VOCABULARY, tiny_model
@@ -66,18 +72,29 @@ def loss_of(logprobs_T: torch.Tensor, layout: Layout) -> torch.Tensor:
     return (layout.advantage_T * logprobs_T.exp() + logprobs_T / layout.length_T).sum()
 
 
-def run_plain(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+def run_by_hand(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    """The model's own forward and autograd's own backward, one completion after another: nothing of ours."""
     model.set_attn_implementation("sdpa")
     logprobs: dict[tuple[int, int], torch.Tensor] = {}
     for group in groups:
         for index, completion in enumerate(group.completion_ids):
-            one = part_of(group, [index])
-            layout = Layout.plain([one])
-            found, _ = completion_logprobs(model, layout, TEMPERATURE)
-            loss_of(found, layout).backward()
+            logits = model(torch.tensor([group.prompt_ids + completion])).logits[0, len(group.prompt_ids) - 1 : -1]
+            all_logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+            found = all_logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            loss_of(found, Layout.plain([part_of(group, [index])])).backward()
             logprobs[group.slot, index] = found.detach()
-            assert len(found) == len(completion)
     return logprobs
+
+
+def run_plain(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    """Our plain form, for models that cannot share."""
+    model.set_attn_implementation("sdpa")
+    layout = Layout.plain(groups)
+    found, _ = completion_logprobs(model, layout, TEMPERATURE)
+    loss_of(found, layout).backward()
+    names = [(group.slot, index, len(c)) for group in groups for index, c in enumerate(group.completion_ids)]
+    parts = found.detach().split([length for _, _, length in names])
+    return {(slot, index): part for (slot, index, _), part in zip(names, parts, strict=True)}
 
 
 def run_packed(model: Any, groups: list[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
@@ -132,10 +149,12 @@ def take_gradients(model: Any) -> dict[str, torch.Tensor]:
 
 
 def check_forms(model: Any, groups: list[TrainGroup], max_tokens: int, tolerance: float) -> None:
-    expected = run_plain(model, groups)
-    gradients = take_gradients(model)
+    by_hand = copy.deepcopy(model)
+    by_hand.gradient_checkpointing_disable()
+    expected = run_by_hand(by_hand, groups)
+    gradients = take_gradients(by_hand)
     total = torch.cat([g.flatten() for g in gradients.values()]).norm()
-    for run in (run_packed, lambda m, g: run_split(m, g, max_tokens)):
+    for run in (run_plain, run_packed, lambda m, g: run_split(m, g, max_tokens)):
         found = run(model, groups)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -181,7 +200,7 @@ def test_shared_equals_plain_in_float64(
     model = copy.deepcopy(tiny_model(architecture)).double()
     if checkpointing:
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     with all_in_float64():
         check_forms(model, groups, max_tokens, tolerance=1e-9)
 

@@ -1,0 +1,113 @@
+"""Gradients of weights, added where they are kept.
+
+Autograd gives every weight's gradient a new matrix and then adds it to `.grad`: at a few hundred tokens per micro-batch
+writing and reading those matrices is a fifth of the backward pass. Under `gradients_in_place()` a linear layer of the
+model, whatever its architecture, adds the product straight onto `.grad` (one product with an accumulator), and an
+embedding adds only the rows that occurred, instead of a matrix of the whole vocabulary. Nothing of the model is
+patched: the mode sees the calls of `torch.nn.functional` that the forward makes.
+
+Who comes second finds the first's gradient, so a weight that serves as embedding and as head is no special case. The
+backward may run outside the mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+
+def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """weight.grad += left @ right"""
+    if weight.grad is None:
+        weight.grad = torch.mm(left, right)
+    else:
+        weight.grad.addmm_(left, right)
+
+
+def add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """parameter.grad += gradient"""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias  # themselves: what is saved comes back, under checkpointing, as a copy
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        grad_rows = gradients[0].flatten(0, -2)
+        add_product(weight, grad_rows.T, x.flatten(0, -2))
+        if bias is not None and bias.requires_grad:
+            add(bias, grad_rows.sum(dim=0))
+        grad_x = torch.mm(grad_rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        (ids,), weight = ctx.saved_tensors, ctx.weight
+        grad_rows = gradients[0].flatten(0, -2)
+        if ctx.padding is not None:
+            grad_rows = grad_rows.masked_fill((ids == ctx.padding).flatten()[:, None], 0.0)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, ids.flatten(), grad_rows)
+        return None, None, None
+
+
+class gradients_in_place(TorchFunctionMode):  # noqa: N801  # reads as what it does: `with gradients_in_place():`
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        ours = _IN_PLACE.get(function) if torch.is_grad_enabled() else None
+        return (ours or function)(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    if _collects(weight) and (bias is None or bias.is_leaf):
+        return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return F.linear(input, weight, bias)
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if _collects(weight) and max_norm is None and not scale_grad_by_freq and not sparse:
+        return _Embedding.apply(input, weight, padding_idx)  # type: ignore[no-untyped-call]
+    return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+def _collects(weight: torch.Tensor) -> bool:
+    """Has a `.grad` of its own to add to; a view or a product (an expert's slice) has not."""
+    return weight.requires_grad and weight.is_leaf
+
+
+_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
