@@ -2,13 +2,15 @@
 
     make bench-train
 
-SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward of one group:
-replicated is the model's own forward, all completions in one batch, head at completion positions only; shared is
-onbeat's. Both at all cores, in the workers' environment. Writes docs/bench-train.json.
+SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward, all cores, in the
+workers' environment. Replicated: the model's own forward over a batch of the group's completions, logits at completion
+positions only, torch's own backward; once more with onbeat's backward (gradients added in place), the stricter rival.
+Shared: onbeat's, as many groups in a micro-batch as trainer.pack_tokens puts there; the time is that of one group.
+Writes docs/bench-train.json.
 
-Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is the best of
-large matrix products in the same run. Peak memory is that of a process that trains 4,096 packed tokens, with the head
-in chunks and with all logits built, gradient checkpointing off and on.
+Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is that of large
+matrix products between the turns of the same run (median). Peak memory is that of a process that trains 4,096 packed
+tokens, with the head in chunks and with all logits built, gradient checkpointing off and on.
 """
 
 from __future__ import annotations
@@ -32,13 +34,15 @@ ROOT = Path(__file__).parents[1]
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
 """(prompt tokens, group size, completion tokens)"""
 MEMORY_SHAPE = (512, 28, 128)
-REPEATS = 5
+REPEATS = 3
+ENOUGH_S = 60.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--memory", choices=["chunked", "all logits"])
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--shape", type=int, help="only the n-th shape, nothing written")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     arguments = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in TORCH_ENVIRONMENT.items()):
@@ -49,7 +53,12 @@ def main() -> int:
         print(peak_memory(arguments.memory, arguments.checkpointing))
         return 0
     result = {"machine": machine(), "shapes": [], "elisions": {}, "memory_bytes": {}}
-    measure_shapes(result, arguments.repeats)
+    model = load()
+    if arguments.shape is not None:
+        measure_shape(model, SHAPES[arguments.shape], arguments.repeats)
+        return 0
+    result["shapes"] = [measure_shape(model, shape, arguments.repeats) for shape in SHAPES]
+    measure_elisions(result, model, arguments.repeats)
     for checkpointing in (False, True):
         for how in ("chunked", "all logits"):
             flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
@@ -97,51 +106,61 @@ def random_group(shape: tuple[int, int, int], vocabulary: int) -> Any:
     )
 
 
-def measure_shapes(result: dict[str, Any], repeats: int) -> None:
+def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
     import torch
 
     from onbeat.batch.layout import Layout
+    from onbeat.config import TrainerConfig
     from onbeat.training.forward import completion_logprobs, share_prompts
 
-    model = load()
-    config = model.config
+    prompt, size, length = shape
+    group = random_group(shape, model.config.vocab_size)
+    in_pack = max(1, TrainerConfig().pack_tokens // group.num_tokens)
+    plain, packed = Layout.plain([group]), Layout.shared([group] * in_pack)
 
-    def step(layout: Layout) -> None:
-        logprobs, _ = completion_logprobs(model, layout, 1.0)
-        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    def backward(logprobs_T: torch.Tensor, layout: Layout) -> None:
+        (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()
 
-    def replicated(layout: Layout) -> None:
+    def replicated() -> None:
         model.set_attn_implementation("sdpa")
-        step(layout)
+        tokens = plain.tokens_S_L
+        logits = model(tokens, use_cache=False, logits_to_keep=torch.arange(prompt - 1, prompt + length - 1)).logits
+        backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), plain)
 
-    def shared(layout: Layout) -> None:
+    def replicated_in_place() -> None:
+        model.set_attn_implementation("sdpa")
+        backward(completion_logprobs(model, plain, 1.0)[0], plain)
+
+    def shared() -> None:
         share_prompts(model)
-        step(layout)
+        backward(completion_logprobs(model, packed, 1.0)[0], packed)
 
-    for shape in SHAPES:
-        group = random_group(shape, config.vocab_size)
-        plain, packed = Layout.plain([group]), Layout.shared([group])
-        times = interleaved({"replicated": lambda: replicated(plain), "shared": lambda: shared(packed)}, repeats)  # noqa: B023
-        peak = gemm_peak(torch)
-        prompt, size, length = shape
-        tokens_ratio = size * (prompt + length) / (prompt + size * length)
-        median = {name: statistics.median(values) for name, values in times.items()}
-        ratio = median["replicated"] / median["shared"]
-        share = useful_flops(config, shape) / median["shared"] / peak
-        result["shapes"].append(
-            {
-                "prompt": prompt, "group": size, "completion": length, "seconds": times, "ratio": ratio,
-                "token_ratio": tokens_ratio, "of_token_ratio": ratio / tokens_ratio, "gemm_peak_flops": peak,
-                "useful_share_of_peak": share,
-            }
-        )  # fmt: skip
-        print(
-            f"P {prompt:4d}  G {size:2d}  R {length:4d}: replicated {median['replicated']:.2f} s, shared "
-            f"{median['shared']:.2f} s, ratio {ratio:.2f} = {100 * ratio / tokens_ratio:.0f} % of the token ratio "
-            f"{tokens_ratio:.2f}; useful {100 * share:.0f} % of the GEMM peak ({peak / 1e9:.0f} GFLOPS)",
-            flush=True,
-        )
-    measure_elisions(result, model, repeats)
+    ways = {"replicated": replicated, "replicated, in place": replicated_in_place, "shared": shared}
+    times, peak = interleaved(ways, repeats)
+    times["shared"] = [seconds / in_pack for seconds in times["shared"]]
+    median = {name: statistics.median(values) for name, values in times.items()}
+    token_ratio = size * (prompt + length) / (prompt + size * length)
+    ratio, strict = (median[name] / median["shared"] for name in ("replicated", "replicated, in place"))
+    share = useful_flops(model.config, shape) / median["shared"] / peak
+    print(
+        f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {median['replicated']:.2f} s, shared "
+        f"{median['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.0f} % of the token ratio "
+        f"{token_ratio:.2f} ({strict:.2f} = {100 * strict / token_ratio:.0f} % if the replicated form has our "
+        f"backward); useful FLOPS {100 * share:.0f} % of the GEMM peak ({peak / 1e9:.0f} GFLOPS)",
+        flush=True,
+    )
+    return {
+        "prompt": prompt,
+        "group": size,
+        "completion": length,
+        "groups_in_pack": in_pack,
+        "seconds": times,
+        "ratio": ratio,
+        "ratio_in_place": strict,
+        "token_ratio": token_ratio,
+        "gemm_peak_flops": peak,
+        "useful_share_of_peak": share,
+    }
 
 
 def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
@@ -162,7 +181,7 @@ def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
         with torch.no_grad():
             completion_logprobs(model, layout, 1.0)
 
-    times = interleaved({"forward and backward": train, "one more forward": forward_only}, repeats)
+    times, _ = interleaved({"forward and backward": train, "one more forward": forward_only}, repeats)
     whole, forward = (statistics.median(values) for values in times.values())
     result["elisions"] = {
         "seconds": times,
@@ -177,23 +196,33 @@ def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
     )
 
 
-def interleaved(ways: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way, A B A B …, after one unmeasured turn."""
+def interleaved(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each way, A B A B …, after two unmeasured turns (memory); and the FLOPS of the machine meanwhile.
+
+    At least `repeats` turns, and up to three times as many if they are short.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
+    peaks = []
+    began = time.perf_counter()
+    for turn in range(2 + 3 * repeats):
+        if turn >= 2 + repeats and time.perf_counter() - began > ENOUGH_S:
+            break
         for name, way in ways.items():
-            began = time.perf_counter()
+            peaks.append(gemm_flops())
+            start = time.perf_counter()
             way()
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    return times
+            if turn >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times, statistics.median(peaks)
 
 
-def gemm_peak(torch: Any) -> float:
-    """FLOPS of the best of some large float32 products."""
+def gemm_flops() -> float:
+    """The best of some large float32 products."""
+    import torch
+
     a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
     best = float("inf")
-    for _ in range(8):
+    for _ in range(5):
         began = time.perf_counter()
         torch.mm(a, b)
         best = min(best, time.perf_counter() - began)

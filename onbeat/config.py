@@ -141,7 +141,7 @@ class TrainerConfig(_Section):
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, a third more time."""
-    pack_tokens: _Positive = 256
+    pack_tokens: _Positive = 768
     """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
     better and makes the trainer wait."""
     max_tokens: _Positive = 4096

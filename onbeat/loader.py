@@ -59,7 +59,7 @@ class LoaderSettings:
     elide: bool
     """A group without advantage needs no forward: true when the loss has no other term (KL, entropy)."""
     updates_per_period: int = 1
-    pack_tokens: int = 256
+    pack_tokens: int = 768
     num_ranks: int = 1
 
 

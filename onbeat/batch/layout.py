@@ -7,8 +7,8 @@ Axes: S sequences of L tokens go through the model; T completion tokens, of all 
              the prompt and itself, and its positions go on from the prompt's end. The prompt is computed once.
 
 In both, the prediction of a completion's first token stands at the prompt's last position. In the shared form the
-completions of a group stand in order of their length, so that those of equal length are one block: a `Block` of C
-completions of R tokens is a plain [C, R] view of the sequence, and attention needs no padding either.
+completions of a group stand in order of their length, so that those of similar length are one `Block`: for attention
+alone it is seen as [C, R], a plain view if all are of one length, else with a few tokens repeated at the ends.
 
 A group too large for one pass is split: first its prompt by itself (`prompt_only`), then its completions in parts
 (`completions_only`), which see the prompt through keys and values kept from the first pass (training/attention.py).
@@ -25,17 +25,39 @@ import torch
 from onbeat.types import TrainGroup
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """C completions of R tokens each, at `start` of the sequence."""
+    """C completions of similar lengths, shortest first, at `start` of the sequence; R tokens has the longest."""
 
     start: int
-    num_completions: int
-    length: int
+    lengths: tuple[int, ...]
+    padded_CR: torch.Tensor | None
+    """Which token of the block stands where in [C, R], row after row; a place after a completion's end repeats its last
+    token. None if all are of one length: then the block is a view."""
+    unpadded_T: torch.Tensor | None
+    """Where each token of the block stands in [C, R]."""
+
+    @classmethod
+    def of(cls, start: int, lengths: tuple[int, ...]) -> Block:
+        longest = lengths[-1]
+        if lengths[0] == longest:
+            return cls(start, lengths, None, None)
+        starts = [0, *itertools.accumulate(lengths)]
+        padded = [s + min(at, length - 1) for s, length in zip(starts, lengths, strict=False) for at in range(longest)]
+        unpadded = [row * longest + at for row, length in enumerate(lengths) for at in range(length)]
+        return cls(start, lengths, torch.tensor(padded), torch.tensor(unpadded))
+
+    @property
+    def num_completions(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
 
     @property
     def end(self) -> int:
-        return self.start + self.num_completions * self.length
+        return self.start + sum(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +203,15 @@ def _append(tokens: list[int], positions: list[int], rows: list[_Row]) -> list[i
 
 
 def _blocks(rows: list[_Row], starts: list[int]) -> tuple[Block, ...]:
-    placed = zip(starts, rows, strict=True)
-    runs = (list(run) for _, run in itertools.groupby(placed, key=lambda item: item[1].length))
-    return tuple(Block(run[0][0], len(run), run[0][1].length) for run in runs)
+    """Completions, shortest first, in blocks in which attention pads little: a few tokens, or a quarter."""
+    blocks: list[Block] = []
+    lengths: list[int] = []
+    for row in rows:
+        if lengths and row.length > max(lengths[0] + 8, lengths[0] * 5 // 4):
+            blocks.append(Block.of(starts[0], tuple(lengths)))
+            starts, lengths = starts[len(lengths) :], []
+        lengths.append(row.length)
+    return (*blocks, Block.of(starts[0], tuple(lengths)))
 
 
 def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:

@@ -44,7 +44,7 @@ class _HeadLogprobs(torch.autograd.Function):
             # log Z from the largest: its probability is at least 1/V, so the logarithm is safe.
             log_total = logits.amax(dim=-1) - probabilities.amax(dim=-1).log_()
             logprobs_T[rows] = logits.gather(1, target_T[rows, None])[:, 0] - log_total
-            entropy_T[rows] = log_total - torch.linalg.vecdot(probabilities, logits)
+            entropy_T[rows] = log_total - torch.bmm(probabilities[:, None], logits[:, :, None])[:, 0, 0]
             if keeps:
                 kept.append(probabilities)
         ctx.save_for_backward(hidden_T_H, target_T, *kept)

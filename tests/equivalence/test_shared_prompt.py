@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from onbeat.batch.layout import Layout, split_group
-from onbeat.training import group_attention, head
+from onbeat.training import head
 from onbeat.training.forward import (
     checkpoint_layers,
     completion_logprobs,
@@ -205,16 +205,17 @@ def test_shared_equals_plain_in_float64(
         check_forms(model, groups, max_tokens, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3000, 40000])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("chunk_bytes", [1, 20000])
 @given(groups=train_groups(), max_tokens=st.integers(1, 40))
 @settings(max_examples=3)
-def test_shared_equals_plain_however_attention_is_cut_into_pieces(
-    architecture: str, piece_bytes: int, groups: list[TrainGroup], max_tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_shared_equals_plain_however_the_head_is_chunked_and_whether_or_not_its_output_is_kept(
+    kept_bytes: int, chunk_bytes: int, groups: list[TrainGroup], max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_attention, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
     with all_in_float64():
-        check_forms(copy.deepcopy(tiny_model(architecture)).double(), groups, max_tokens, tolerance=1e-9)
+        check_forms(copy.deepcopy(tiny_model("gemma3")).double(), groups, max_tokens, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
