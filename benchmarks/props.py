@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/props.py
 
-For 1 and 2 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; without padding
-keys to a multiple of 32. A schedule is a handful of groups arriving at random moments, as in
+For 1 and 2 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; with prompts cut
+into chunks anywhere. A schedule is a handful of groups arriving at random moments, as in
 tests/equivalence/test_batch_invariance.py.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from onbeat.environment import EXACT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
-PROPS = ("everything", "no MKL_CBWR", "no 4 rows", "no key padding")
+PROPS = ("everything", "no MKL_CBWR", "no 4 rows", "chunks anywhere")
 NUM_SCHEDULES = 30
 
 
@@ -48,8 +48,14 @@ def count_broken(prop: str, threads: int) -> int:
 
     if prop == "no 4 rows":
         cache.MIN_ROWS = engine.MIN_ROWS = 1
-    if prop == "no key padding":
-        cache.KEY_MULTIPLE = 1
+    if prop == "chunks anywhere":
+        sizes = random.Random(1)
+
+        def next_chunk(group: engine._Group) -> cache.Chunk:
+            last = min(group.prefilled + sizes.randint(5, 40), len(group.request.token_ids))
+            return cache.Chunk(group.cache, group.prefilled, last)
+
+        engine._Group.next_chunk = next_chunk
     torch.set_num_threads(threads)
     from tests.equivalence.test_batch_invariance import Arrival, check_invariance
     from tests.fakes.models import VOCABULARY

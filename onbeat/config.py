@@ -120,6 +120,9 @@ class GeneratorConfig(_Section):
     """Threads per generator; 0: all cores, shared with the trainer without spinning."""
     max_sequences: _Positive = 32
     """Sequences decoded at once per generator, admitted by whole groups."""
+    cache_gib: Annotated[float, Field(gt=0.0)] = 4.0
+    """Memory for keys and values per generator. A group reserves what its completions may need at most, and waits if
+    that is not free; one that can never fit is refused."""
 
 
 class TrainerConfig(_Section):

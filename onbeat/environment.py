@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def prepare_this_process() -> None:
     os.environ.update(EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT)
     if runtime := _openmp_runtime():
         ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL)
+        start_openmp()
+
+
+def start_openmp() -> None:
+    """In a new process, also after a fork: start the runtime, and remove the note it writes then into shared memory.
+
+    The note is for noticing a second runtime in the process; it would stay behind after a SIGKILL.
+    """
+    if runtime := _openmp_runtime():
+        if torch := sys.modules.get("torch"):
+            torch.zeros(1 << 20).add_(1.0)  # after a fork, only a parallel operation starts it
+        else:
+            ctypes.CDLL(str(runtime)).omp_get_num_procs()
+        Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from typing import NoReturn
 
 import msgspec
 
-from onbeat.environment import prepare_this_process
+from onbeat.environment import prepare_this_process, start_openmp
 from onbeat.wire import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -200,6 +200,8 @@ def become_worker(order: Spawn, fd: int, parent: int) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         prctl(_PR_SET_NAME, order.name.encode()[:15])
+        if "torch" in sys.modules:
+            start_openmp()
         entry_point(order.entry)(socket.socket(fileno=fd), order.settings)
         code = 0
     except SystemExit as stop:

@@ -1,11 +1,11 @@
 """The embedded engine: samples groups from a transformers model, continuously batched, batch-invariant.
 
-    add(request) ─▶ queue ─▶ admit: prefill the prompt once, give each sample a row
-                                │
-                    step(): one token for every row ─▶ a finished row gives its place to the last ─▶ Completion
+    add(request) ─▶ queue ─▶ admitted, cache reserved ─▶ prompt in chunks ─▶ a token per sample and step ─▶ Completion
 
-One thread, no clock: `step` does what there is to do and returns the completions that ended. Groups are admitted
-whole and in the order they were added, when enough rows are free.
+One thread, no clock: `step` is one forward over everything there is to do (a chunk or more of prompts, the next token
+of every sample) and returns the completions that ended. Groups are admitted whole and in the order they were added,
+when enough samples have ended and the cache has room for the longest they may become. Prompts take turns with tokens:
+at most PREFILL_TOKENS of them per step while something is being decoded, so that a long prompt stalls nobody.
 
 What a sequence becomes depends on its prompt, its key (keyed.py) and the weights: never on its neighbours, its row,
 or when it was admitted (see cache.py for how).
@@ -21,44 +21,75 @@ import torch
 
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
-from onbeat.rollout.cache import ATTENTION, MIN_ROWS, KVCache
+from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, MIN_ROWS, CacheShape, Chunk, GroupCache, Step, Tokens
+from onbeat.rollout.sampling import sample
 from onbeat.types import Completion, GroupKey, GroupRequest, Sampling
+
+PREFILL_TOKENS = 128
+"""Of prompts in one step, beside the samples being decoded."""
+PREFILL_TOKENS_ALONE = 512
+"""If nothing is being decoded."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One row: a sample being decoded."""
+    """A sample being decoded."""
 
-    request: GroupRequest
     sample: int
+    temperature: float
     key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
-    @property
-    def position(self) -> int:
-        """Where the last token, whose keys are not in the cache yet, stands."""
-        return len(self.request.token_ids) + len(self.token_ids) - 1
-
-    @property
-    def finished(self) -> bool:
-        sampling = self.request.sampling
-        return len(self.token_ids) >= sampling.max_new_tokens or self.token_ids[-1] in sampling.stop_token_ids
-
     def draw(self) -> float:
         return uniform(self.key, len(self.token_ids))
 
-    def completion(self, version: int) -> Completion:
+
+class _Group:
+    """A group in the cache: its prompt first, then its samples, in the order of the cache's rows."""
+
+    def __init__(self, request: GroupRequest, cache: GroupCache) -> None:
+        self.request = request
+        self.cache = cache
+        self.prefilled = 0
+        """Prompt tokens in the cache."""
+        self.sequences = [
+            _Sequence(sample, request.sampling.temperature, _key(request, sample)) for sample in request.samples
+        ]
+
+    @property
+    def decoding(self) -> bool:
+        return self.prefilled == len(self.request.token_ids)
+
+    def next_chunk(self) -> Chunk:
+        return Chunk(self.cache, self.prefilled, min(self.prefilled + CHUNK_TOKENS, len(self.request.token_ids)))
+
+    def ended(self, version: int) -> list[Completion]:
+        """Take out what has ended; the last sample moves into each free place."""
+        sampling = self.request.sampling
+        completions = []
+        for row in reversed(range(len(self.sequences))):
+            tokens = self.sequences[row].token_ids
+            if not tokens or (len(tokens) < sampling.max_new_tokens and tokens[-1] not in sampling.stop_token_ids):
+                continue
+            completions.append(self._completion(self.sequences[row], version))
+            last = self.sequences.pop()
+            if row < len(self.sequences):
+                self.cache.move(len(self.sequences), row)
+                self.sequences[row] = last
+        return completions
+
+    def _completion(self, sequence: _Sequence, version: int) -> Completion:
         request = self.request
         return Completion(
             stream=request.stream,
             period=request.period,
             slot=request.slot,
-            sample=self.sample,
+            sample=sequence.sample,
             version=version,
-            token_ids=tuple(self.token_ids),
-            sampler_logprobs=tuple(self.logprobs),
-            finish_reason="stop" if self.token_ids[-1] in request.sampling.stop_token_ids else "length",
+            token_ids=tuple(sequence.token_ids),
+            sampler_logprobs=tuple(sequence.logprobs),
+            finish_reason="stop" if sequence.token_ids[-1] in request.sampling.stop_token_ids else "length",
         )
 
 
@@ -78,120 +109,139 @@ def why_not_decodable(model: Any) -> str | None:
 
 
 class Engine:
-    def __init__(self, model: Any, max_sequences: int) -> None:
+    def __init__(self, model: Any, max_sequences: int, cache_bytes: int = 4 << 30) -> None:
         if (reason := why_not_decodable(model)) is not None:
             raise InputError(reason)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
-        self._cache = KVCache(model.config.get_text_config(), max_sequences, model.dtype)
+        self._shape = CacheShape.of(model)
         self._max_sequences = max_sequences
+        self._cache_tokens = cache_bytes // self._shape.bytes_per_token
         self._queue: deque[GroupRequest] = deque()
-        self._rows: list[_Sequence] = []
+        self._groups: list[_Group] = []
+        """Admitted, in that order."""
         self.version = -1
+        self.num_tokens = 0
+        """Sampled since the engine was made."""
 
     @property
     def idle(self) -> bool:
-        return not self._rows and not self._queue
+        return not self._groups and not self._queue
 
     def add(self, request: GroupRequest) -> None:
-        if len(request.samples) > self._max_sequences:
-            raise ValueError(f"a group of {len(request.samples)} does not fit the engine's {self._max_sequences} rows")
+        if (reason := self.why_never(request)) is not None:
+            raise InputError(reason)
         self._queue.append(request)
+
+    def why_never(self, request: GroupRequest) -> str | None:
+        """Why the group can never be admitted; None if it can."""
+        if len(request.samples) > self._max_sequences:
+            return (
+                f"a group of {len(request.samples)} completions does not fit a generator of "
+                f"generator.max_sequences = {self._max_sequences}"
+            )
+        if (needed := self._needs(request)) > self._cache_tokens:
+            gib_per_token = self._shape.bytes_per_token / 2**30
+            return (
+                f"a group of {len(request.samples)} completions of up to {request.sampling.max_new_tokens} tokens "
+                f"after a prompt of {len(request.token_ids)} needs {needed * gib_per_token:.2g} GiB of cache, and "
+                f"generator.cache_gib is {self._cache_tokens * gib_per_token:.2g}: raise it, or lower "
+                "sampling.max_new_tokens or algorithm.group_size"
+            )
+        return None
 
     @torch.inference_mode()
     def cancel(self, key: GroupKey) -> None:
         """Forget what is left of a group; no completion of it will come."""
         self._queue = deque(waiting for waiting in self._queue if _name(waiting) != key)
-        for row in reversed(range(len(self._rows))):
-            if _name(self._rows[row].request) == key:
-                self._release(row)
+        self._groups = [group for group in self._groups if _name(group.request) != key]
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Admit what fits, decode one token per row, and return what ended."""
-        while self._queue and len(self._rows) + len(self._queue[0].samples) <= self._max_sequences:
-            self._admit(self._queue.popleft())
-        ended = self._collect()
-        if self._rows:
-            self._decode()
-            ended += self._collect()
+        """Admit what fits, run one forward, and return what ended."""
+        self._admit()
+        chunks, decoding = self._plan()
+        if not chunks and not decoding:
+            return []
+        self._forward(chunks, decoding)
+        ended = [completion for group in self._groups for completion in group.ended(self.version)]
+        self._groups = [group for group in self._groups if group.sequences]
         return ended
 
-    def _admit(self, request: GroupRequest) -> None:
-        """Prefill the prompt alone, into the first new row; copy it to its siblings; sample their first tokens."""
-        length = len(request.token_ids)
-        first = len(self._rows)
-        input_ids = torch.zeros(1, max(length, MIN_ROWS), dtype=torch.long)
-        input_ids[0, :length] = torch.tensor(request.token_ids)
-        self._cache.prefill(first, length, length + request.sampling.max_new_tokens)
-        logits = self._forward(
-            input_ids, torch.arange(input_ids.shape[1])[None], logits_to_keep=torch.full((MIN_ROWS,), length - 1)
-        )
-        for row in range(first + 1, first + len(request.samples)):
-            self._cache.copy(first, row, length)
-        new = [_Sequence(request, sample, _key(request, sample)) for sample in request.samples]
-        self._rows += new
-        self._extend(new, logits[0, :1].expand(len(new), -1))
+    def _admit(self) -> None:
+        while self._queue:
+            request = self._queue[0]
+            rows = sum(len(group.sequences) for group in self._groups)
+            taken = sum(self._needs(group.request) for group in self._groups)
+            if rows + len(request.samples) > self._max_sequences or taken + self._needs(request) > self._cache_tokens:
+                return
+            self._queue.popleft()
+            sizes = (len(request.token_ids), len(request.samples), request.sampling.max_new_tokens)
+            self._groups.append(_Group(request, GroupCache(self._shape, *sizes)))
 
-    def _decode(self) -> None:
-        num_rows = max(len(self._rows), MIN_ROWS)
-        input_ids = torch.zeros(num_rows, 1, dtype=torch.long)
-        positions = torch.zeros(num_rows, dtype=torch.long)
-        for row, sequence in enumerate(self._rows):
-            input_ids[row, 0] = sequence.token_ids[-1]
-            positions[row] = sequence.position
-        self._cache.decode(positions)
-        logits = self._forward(input_ids, positions[:, None])
-        self._extend(self._rows, logits[: len(self._rows), 0])
+    def _needs(self, request: GroupRequest) -> int:
+        return GroupCache.num_tokens(len(request.token_ids), len(request.samples), request.sampling.max_new_tokens)
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _plan(self) -> tuple[list[tuple[_Group, Chunk]], list[_Group]]:
+        """What the coming forward does: chunks of prompts, and groups that get a token."""
+        decoding = [group for group in self._groups if group.decoding]
+        budget = PREFILL_TOKENS if decoding else PREFILL_TOKENS_ALONE
+        chunks = []
+        for group in self._groups:
+            while not group.decoding and budget > 0:
+                chunk = group.next_chunk()
+                chunks.append((group, chunk))
+                budget -= chunk.num_tokens
+                group.prefilled = chunk.last
+        return chunks, decoding
+
+    def _forward(self, chunks: list[tuple[_Group, Chunk]], decoding: list[_Group]) -> None:
+        """One forward; every prompt that is complete and every decoding sample gets its next token."""
+        parts: list[Chunk | Tokens] = []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []  # tokens whose logits are wanted
+        takers: list[tuple[_Sequence, int]] = []  # and who samples from which of them
+        for group in decoding:
+            parts.append(Tokens(group.cache, len(group.sequences)))
+            for sequence in group.sequences:
+                takers.append((sequence, len(wanted)))
+                wanted.append(len(token_ids))
+                token_ids.append(sequence.token_ids[-1])
+                positions.append(group.cache.prompt_length + group.cache.length)
+        for group, chunk in chunks:
+            parts.append(chunk)
+            token_ids += group.request.token_ids[chunk.first : chunk.last]
+            positions += range(chunk.first, chunk.last)
+            if chunk.last == len(group.request.token_ids):
+                takers += [(sequence, len(wanted)) for sequence in group.sequences]
+                wanted.append(len(token_ids) - 1)
+        token_ids += [0] * (MIN_ROWS - len(token_ids))
+        positions += [0] * (MIN_ROWS - len(positions))
+        wanted += [0] * (MIN_ROWS - len(wanted))
         output = self._model(
-            input_ids=input_ids, position_ids=positions, use_cache=False, kv_cache=self._cache, **options
+            input_ids=torch.tensor([token_ids]),
+            position_ids=torch.tensor([positions]),
+            use_cache=False,
+            cache_step=Step(parts),
+            logits_to_keep=torch.tensor(wanted),
         )
-        logits: torch.Tensor = output.logits
-        return logits
+        for group in decoding:
+            group.cache.length += 1
+        self._extend(takers, output.logits[0])
 
-    def _extend(self, sequences: list[_Sequence], logits: torch.Tensor) -> None:
+    def _extend(self, takers: list[tuple[_Sequence, int]], logits: torch.Tensor) -> None:
         """Sample the next token of each sequence from its row of logits."""
-        draws = torch.tensor([sequence.draw() for sequence in sequences], dtype=torch.float64)
-        temperatures = [sequence.request.sampling.temperature for sequence in sequences]
-        tokens, logprobs = sample(logits, torch.tensor(temperatures), draws)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+        if not takers:
+            return
+        rows = [row for _, row in takers]
+        mine = logits[: len(rows)] if rows == list(range(len(rows))) else logits[rows]
+        draws = torch.tensor([sequence.draw() for sequence, _ in takers], dtype=torch.float64)
+        tokens, logprobs = sample(mine, torch.tensor([sequence.temperature for sequence, _ in takers]), draws)
+        for (sequence, _), token, logprob in zip(takers, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
-
-    def _collect(self) -> list[Completion]:
-        """Take out what has ended."""
-        ended = []
-        for row in reversed(range(len(self._rows))):
-            if self._rows[row].finished:
-                ended.append(self._rows[row].completion(self.version))
-                self._release(row)
-        return ended
-
-    def _release(self, row: int) -> None:
-        """Free a row by moving the last one into it."""
-        last = self._rows.pop()
-        if row < len(self._rows):
-            self._cache.copy(len(self._rows), row, last.position)
-            self._rows[row] = last
-
-
-def sample(logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities, by inverting each row's cumulative distribution at its draw.
-
-    logits [N, V]; temperatures, draws [N], draws in [0, 1). A temperature of 0 takes the most likely token and
-    reports its log-probability at temperature 1. Sums are in float64: rounding must not choose the token.
-    """
-    greedy = temperatures == 0
-    scaled = logits.float() / torch.where(greedy, 1.0, temperatures)[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    tokens = torch.where(greedy, scaled.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+        self.num_tokens += len(takers)
 
 
 def _name(request: GroupRequest) -> GroupKey:

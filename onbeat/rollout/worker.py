@@ -35,11 +35,11 @@ from onbeat.wire import Channel
 
 
 class GeneratorWorker:
-    def __init__(self, channel: Channel[ToGenerator], model: Any, capacity: int) -> None:
+    def __init__(self, channel: Channel[ToGenerator], model: Any, capacity: int, cache_bytes: int) -> None:
         self._channel = channel
         self._model = model
         self._targets = dict(model.named_parameters())
-        self._engine = Engine(model, capacity)
+        self._engine = Engine(model, capacity, cache_bytes)
         self._staged: tuple[int, Mapped] | None = None
         self._row_variance: str | None = None
         self._probed = False
@@ -90,7 +90,8 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         config = Config.model_validate_json(settings.config)
         prepare_process(config.generator.threads)
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
-        worker = GeneratorWorker(channel, load_model(settings.model_dir), capacity)
+        cache_bytes = int(config.generator.cache_gib * 2**30)
+        worker = GeneratorWorker(channel, load_model(settings.model_dir), capacity, cache_bytes)
         channel.send(GeneratorReady(capacity))
         worker.run()
     except Exception as error:

@@ -6,6 +6,7 @@ siblings finishing early, cancelled neighbours, prompts of different lengths.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,16 @@ from transformers import (
 from onbeat.errors import InputError
 from onbeat.rollout.engine import Engine, probe_row_invariance
 from onbeat.types import Completion, GroupRequest
-from tests.fakes.models import ARCHITECTURES, VOCABULARY, drain, generate_alone, request, sampling, tiny_model
+from tests.fakes.models import (
+    ALL_ARCHITECTURES,
+    ARCHITECTURES,
+    VOCABULARY,
+    drain,
+    generate_alone,
+    request,
+    sampling,
+    tiny_model,
+)
 
 STOPS = tuple(range(0, VOCABULARY, 7))
 
@@ -44,7 +54,7 @@ class Arrival:
 
 arrivals = st.builds(
     Arrival,
-    prompt=st.integers(1, 80).flatmap(
+    prompt=(st.integers(1, 80) | st.integers(1, 400)).flatmap(
         lambda n: st.integers(0, 1000).map(lambda s: tuple((s + 5 * i * i + i) % VOCABULARY for i in range(n)))
     ),
     group_size=st.integers(1, 5),
@@ -62,9 +72,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
 @given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: list[Arrival], rows: int) -> None:
     check_invariance(architecture, schedule, rows)
 
@@ -122,7 +132,7 @@ def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not(
         """Adds to every row something that depends on how many rows there are."""
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            return hidden * (1 + 1e-6 * hidden.shape[0])
+            return hidden * (1 + 1e-6 * hidden.shape[0] * hidden.shape[1])
 
     model = tiny_model("qwen3")
     norm = model.model.norm
@@ -134,17 +144,31 @@ def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_log_probabilities_equal_a_fresh_forward_pass(architecture: str) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_as_close_to_the_exact_ones_as_the_models_own(
+    architecture: str, temperature: float
+) -> None:
+    """The exact ones are those of a forward pass in float64."""
     model = tiny_model(architecture)
     prompt = tuple(range(3, 40))
-    for temperature in (1.0, 0.6):
-        for completion in generate_alone(model, request(0, prompt, 4, sampling(24, temperature))).values():
-            model.set_attn_implementation("sdpa")
-            with torch.inference_mode():
-                logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-            expected = torch.log_softmax(logits / temperature, -1)
-            expected = expected[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-            torch.testing.assert_close(torch.tensor(completion.sampler_logprobs), expected, rtol=0, atol=1e-5)
+    completions = generate_alone(model, request(0, prompt, 8, sampling(24, temperature))).values()
+    own = copy.deepcopy(model)
+    own.set_attn_implementation("sdpa")
+    exact = copy.deepcopy(own).double()
+
+    def logprobs(model: Any, completion: Completion) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits.double() / temperature, -1).gather(
+            1, torch.tensor(completion.token_ids)[:, None]
+        )[:, 0]
+
+    def worst(errors: list[torch.Tensor]) -> float:
+        return torch.cat(errors).abs().max().item()
+
+    ours = worst([torch.tensor(c.sampler_logprobs) - logprobs(exact, c) for c in completions])
+    assert ours < 2 * worst([logprobs(own, c) - logprobs(exact, c) for c in completions])
+    assert ours < 5e-5
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -219,5 +243,5 @@ def test_a_cancelled_group_frees_its_rows_and_says_nothing_more() -> None:
 
 
 def test_a_group_larger_than_the_engine_is_refused_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match="group of 9 does not fit the engine's 8 rows"):
+    with pytest.raises(InputError, match=r"group of 9 completions does not fit .*max_sequences = 8"):
         Engine(tiny_model("llama"), max_sequences=8).add(request(0, (1,), 9, sampling()))
