@@ -107,7 +107,7 @@ def test_a_generator_with_other_weights_stops_the_run(staged: Any, activated: An
 
 def worker_and_peer() -> tuple[GeneratorWorker, Channel[Any]]:
     ours, theirs = socket.socketpair()
-    worker = GeneratorWorker(Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8)
+    worker = GeneratorWorker(Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30)
     return worker, Channel(ours, FromGenerator)
 
 
