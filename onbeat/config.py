@@ -109,6 +109,8 @@ class SamplingConfig(_Section):
     """A completion ends at a stop token or here."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Of sampling and of the trained log-probabilities alike."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """A completion also ends with the token that completes one of these texts, and keeps it."""
 
 
 class GeneratorConfig(_Section):

@@ -6,7 +6,9 @@
       │── Activate(v) ──────▶│ load                 │── Step(totals) ───────▶│ optimizer step
       │◀─ Activated(v) ──────│                      │◀─ Stepped(report) ─────│
       │── Submit(request) ──▶│ sample               │── TakeSnapshot(v) ────▶│ write once
-      │◀─ Completed ×G ──────│                      │◀─ SnapshotTaken + fd ──│
+      │◀─ FirstToken ────────│                      │◀─ SnapshotTaken + fd ──│
+      │◀─ Progress … ────────│
+      │◀─ Completed ×G ──────│
 
     controller            reward worker
       │── ScoreCall ────────▶│ user code
@@ -22,6 +24,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from onbeat.admission import Room
 from onbeat.protocols import UpdateReport
 from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, UpdateTotals
 
@@ -42,7 +45,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class GeneratorReady(Struct, frozen=True, tag=True):
-    capacity: int
+    room: Room
 
 
 class Stage(Struct, frozen=True, tag=True):
@@ -78,6 +81,22 @@ class Cancel(Struct, frozen=True, tag=True):
 
 class Completed(Struct, frozen=True, tag=True):
     completion: Completion
+
+
+class FirstToken(Struct, frozen=True, tag=True):
+    """The generator has sampled from a version for the first time."""
+
+    version: int
+    activated_s: float
+    """On the machine's monotonic clock, for the trace."""
+    sampled_s: float
+
+
+class Progress(Struct, frozen=True, tag=True):
+    """Sent about once a second while there is something to do."""
+
+    num_tokens: int
+    """Sampled since the generator started."""
 
 
 class TrainerReady(Struct, frozen=True, tag=True):
@@ -157,7 +176,7 @@ class ScoreResult(Struct, frozen=True, tag=True):
 
 
 ToGenerator = Stage | Activate | Submit | Cancel
-FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed
+FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress
 ToTrainer = Accumulate | Step | TakeSnapshot | Export
 FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | Exported
 ToScorer = ScoreCall

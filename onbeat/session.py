@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config
 from onbeat.errors import InputError
@@ -27,7 +29,7 @@ from onbeat.protocols import Launcher, Tracer
 from onbeat.reward.scorer import RewardScorer
 from onbeat.rollout.client import EmbeddedGenerator
 from onbeat.rollout.pool import Pool
-from onbeat.types import Group, Prompt, Sampling
+from onbeat.types import Group, GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
 
 
@@ -53,12 +55,7 @@ class Session:
 
     async def evaluate(self, version: int) -> list[Group]:
         """One greedy completion of each held-out prompt, from the version the generators serve."""
-        greedy = Sampling(
-            temperature=0.0,
-            max_new_tokens=self.sampling.max_new_tokens,
-            stop_token_ids=self.sampling.stop_token_ids,
-            seed=self.sampling.seed,
-        )
+        greedy = structs.replace(self.sampling, temperature=0.0)
         return await self.loader.evaluate(version, self.held_out, greedy, samples=1)
 
     def counters(self) -> dict[str, int]:
@@ -112,6 +109,7 @@ async def open_session(
             max_new_tokens=config.sampling.max_new_tokens,
             stop_token_ids=codec.stop_token_ids,
             seed=config.seed,
+            stop=config.sampling.stop,
         )
         scorer = RewardScorer(
             launcher,
@@ -146,6 +144,7 @@ async def open_session(
         for generator in generators:
             pool.add(generator)
             stack.callback(generator.close)
+        check_room(pool, prompts, config.algorithm.group_size, sampling)
         yield session
 
 
@@ -157,6 +156,17 @@ def check_lengths(codec: Codec, prompts: list[Prompt], max_new_tokens: int) -> N
             f"the longest prompt has {longest} tokens; sampling.max_new_tokens = {max_new_tokens} more would exceed "
             f"the model's {codec.max_positions} positions; lower that or data.max_prompt_tokens"
         )
+
+
+def check_room(pool: Pool, prompts: list[Prompt], group_size: int, sampling: Sampling) -> None:
+    """A group that no generator could ever hold is better refused now than in the middle of the run."""
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    samples = tuple(range(group_size))
+    request = GroupRequest(
+        stream="train", period=0, slot=0, samples=samples, token_ids=longest.token_ids, sampling=sampling
+    )
+    if (reason := pool.why_never(request)) is not None:
+        raise InputError(f"prompt {longest.prompt_id}: {reason}")
 
 
 def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:

@@ -47,6 +47,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int
+    stop: tuple[str, ...] = ()
+    """A completion also ends with the token that completes one of these, and keeps it."""
 
 
 class GroupRequest(Struct, frozen=True, kw_only=True):

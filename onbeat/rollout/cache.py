@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from onbeat.admission import MIN_ROWS
 from onbeat.attention import causal_mask, refuse_unsupported
 
 CHUNK_TOKENS = 128
-MIN_ROWS = 4
 ATTENTION = "onbeat_cached"
 """The name under which transformers finds `cached_attention`."""
 
@@ -71,11 +71,6 @@ class GroupCache:
         self.own[:, :, num_samples:] = 0.0  # rows that only fill up to MIN_ROWS
         self.length = 0
         """Own tokens whose keys are here; the same for every sample."""
-
-    @staticmethod
-    def num_tokens(prompt_length: int, num_samples: int, max_new_tokens: int) -> int:
-        """Of cache that such a group takes."""
-        return prompt_length + max(num_samples, MIN_ROWS) * max_new_tokens
 
     @property
     def prompt_length(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
+from onbeat.admission import Room
 from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.handshake import first_word
 from onbeat.messages import (
@@ -13,8 +14,10 @@ from onbeat.messages import (
     Cancel,
     Completed,
     Failed,
+    FirstToken,
     FromGenerator,
     GeneratorReady,
+    Progress,
     Stage,
     Staged,
     Submit,
@@ -29,9 +32,9 @@ R = TypeVar("R", bound=Staged | Activated)
 class EmbeddedGenerator:
     """One child process with its engine. Its death is reported to the pool once, with the end of its log."""
 
-    def __init__(self, child: Child[FromGenerator], capacity: int) -> None:
+    def __init__(self, child: Child[FromGenerator], room: Room) -> None:
         self._child = child
-        self.capacity = capacity
+        self._room = room
         self.row_variance: str | None = None
         """Why this model's rows depend on the batch on this machine; None if the probe found that they do not."""
         self._events: GeneratorEvents | None = None
@@ -47,7 +50,7 @@ class EmbeddedGenerator:
             receives=FromGenerator,
             uses_torch=True,
         )
-        return cls(child, (await first_word(child, GeneratorReady)).capacity)
+        return cls(child, (await first_word(child, GeneratorReady)).room)
 
     @property
     def name(self) -> str:
@@ -56,6 +59,13 @@ class EmbeddedGenerator:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def capacity(self) -> int:
+        return self._room.max_sequences
+
+    def why_never(self, request: GroupRequest) -> str | None:
+        return self._room.why_never(request)
 
     def attach(self, events: GeneratorEvents) -> None:
         self._events = events
@@ -108,6 +118,10 @@ class EmbeddedGenerator:
                 match message:
                     case Completed(completion=completion):
                         events.completed(self.name, completion)
+                    case FirstToken(version=version, activated_s=activated_s, sampled_s=sampled_s):
+                        events.first_token(self.name, version, activated_s, sampled_s)
+                    case Progress(num_tokens=num_tokens):
+                        events.progress(self.name, num_tokens)
                     case Staged() | Activated():
                         if self._answer is not None and not self._answer.done():
                             self._answer.set_result(message)

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from onbeat.admission import MIN_ROWS, Room, needs
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
-from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, MIN_ROWS, CacheShape, Chunk, GroupCache, Step, Tokens
+from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
 from onbeat.rollout.sampling import sample
-from onbeat.types import Completion, GroupKey, GroupRequest, Sampling
+from onbeat.rollout.stop import Decode, ends_with_stop, no_text
+from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest, Sampling
 
 PREFILL_TOKENS = 128
 """Of prompts in one step, beside the samples being decoded."""
@@ -64,22 +66,25 @@ class _Group:
     def next_chunk(self) -> Chunk:
         return Chunk(self.cache, self.prefilled, min(self.prefilled + CHUNK_TOKENS, len(self.request.token_ids)))
 
-    def ended(self, version: int) -> list[Completion]:
+    def ended(self, version: int, decode: Decode) -> list[Completion]:
         """Take out what has ended; the last sample moves into each free place."""
         sampling = self.request.sampling
         completions = []
         for row in reversed(range(len(self.sequences))):
             tokens = self.sequences[row].token_ids
-            if not tokens or (len(tokens) < sampling.max_new_tokens and tokens[-1] not in sampling.stop_token_ids):
+            if not tokens:
                 continue
-            completions.append(self._completion(self.sequences[row], version))
+            stopped = tokens[-1] in sampling.stop_token_ids or ends_with_stop(tokens, sampling.stop, decode)
+            if not stopped and len(tokens) < sampling.max_new_tokens:
+                continue
+            completions.append(self._completion(self.sequences[row], version, "stop" if stopped else "length"))
             last = self.sequences.pop()
             if row < len(self.sequences):
                 self.cache.move(len(self.sequences), row)
                 self.sequences[row] = last
         return completions
 
-    def _completion(self, sequence: _Sequence, version: int) -> Completion:
+    def _completion(self, sequence: _Sequence, version: int, reason: FinishReason) -> Completion:
         request = self.request
         return Completion(
             stream=request.stream,
@@ -89,7 +94,7 @@ class _Group:
             version=version,
             token_ids=tuple(sequence.token_ids),
             sampler_logprobs=tuple(sequence.logprobs),
-            finish_reason="stop" if sequence.token_ids[-1] in request.sampling.stop_token_ids else "length",
+            finish_reason=reason,
         )
 
 
@@ -109,14 +114,15 @@ def why_not_decodable(model: Any) -> str | None:
 
 
 class Engine:
-    def __init__(self, model: Any, max_sequences: int, cache_bytes: int = 4 << 30) -> None:
+    def __init__(self, model: Any, max_sequences: int, cache_bytes: int = 4 << 30, decode: Decode = no_text) -> None:
         if (reason := why_not_decodable(model)) is not None:
             raise InputError(reason)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
+        self._decode = decode
         self._shape = CacheShape.of(model)
-        self._max_sequences = max_sequences
-        self._cache_tokens = cache_bytes // self._shape.bytes_per_token
+        per_token = self._shape.bytes_per_token
+        self.room = Room(max_sequences=max_sequences, cache_tokens=cache_bytes // per_token, bytes_per_token=per_token)
         self._queue: deque[GroupRequest] = deque()
         self._groups: list[_Group] = []
         """Admitted, in that order."""
@@ -129,26 +135,9 @@ class Engine:
         return not self._groups and not self._queue
 
     def add(self, request: GroupRequest) -> None:
-        if (reason := self.why_never(request)) is not None:
+        if (reason := self.room.why_never(request)) is not None:
             raise InputError(reason)
         self._queue.append(request)
-
-    def why_never(self, request: GroupRequest) -> str | None:
-        """Why the group can never be admitted; None if it can."""
-        if len(request.samples) > self._max_sequences:
-            return (
-                f"a group of {len(request.samples)} completions does not fit a generator of "
-                f"generator.max_sequences = {self._max_sequences}"
-            )
-        if (needed := self._needs(request)) > self._cache_tokens:
-            gib_per_token = self._shape.bytes_per_token / 2**30
-            return (
-                f"a group of {len(request.samples)} completions of up to {request.sampling.max_new_tokens} tokens "
-                f"after a prompt of {len(request.token_ids)} needs {needed * gib_per_token:.2g} GiB of cache, and "
-                f"generator.cache_gib is {self._cache_tokens * gib_per_token:.2g}: raise it, or lower "
-                "sampling.max_new_tokens or algorithm.group_size"
-            )
-        return None
 
     @torch.inference_mode()
     def cancel(self, key: GroupKey) -> None:
@@ -164,7 +153,7 @@ class Engine:
         if not chunks and not decoding:
             return []
         self._forward(chunks, decoding)
-        ended = [completion for group in self._groups for completion in group.ended(self.version)]
+        ended = [completion for group in self._groups for completion in group.ended(self.version, self._decode)]
         self._groups = [group for group in self._groups if group.sequences]
         return ended
 
@@ -172,15 +161,12 @@ class Engine:
         while self._queue:
             request = self._queue[0]
             rows = sum(len(group.sequences) for group in self._groups)
-            taken = sum(self._needs(group.request) for group in self._groups)
-            if rows + len(request.samples) > self._max_sequences or taken + self._needs(request) > self._cache_tokens:
+            taken = sum(needs(group.request) for group in self._groups)
+            if rows + len(request.samples) > self.room.max_sequences or taken + needs(request) > self.room.cache_tokens:
                 return
             self._queue.popleft()
             sizes = (len(request.token_ids), len(request.samples), request.sampling.max_new_tokens)
             self._groups.append(_Group(request, GroupCache(self._shape, *sizes)))
-
-    def _needs(self, request: GroupRequest) -> int:
-        return GroupCache.num_tokens(len(request.token_ids), len(request.samples), request.sampling.max_new_tokens)
 
     def _plan(self) -> tuple[list[tuple[_Group, Chunk]], list[_Group]]:
         """What the coming forward does: chunks of prompts, and groups that get a token."""

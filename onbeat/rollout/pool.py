@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from onbeat.errors import NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError, WorkerError
+from onbeat.errors import InputError, NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
 from onbeat.protocols import Generator, Tracer, no_trace
 from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
@@ -61,6 +61,8 @@ class _Member:
     """Rows not promised to any group."""
     serves: int | None = None
     """The verified version it may serve."""
+    num_tokens: int = 0
+    """It said it has sampled."""
     outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
     began_s: dict[GroupKey, float] = field(default_factory=dict)
 
@@ -106,6 +108,11 @@ class Pool:
     def generators(self) -> list[Generator]:
         return [member.generator for member in self._members.values()]
 
+    @property
+    def tokens_so_far(self) -> dict[str, int]:
+        """Sampled by each generator since it started, as far as it has told."""
+        return {name: member.num_tokens for name, member in self._members.items()}
+
     def add(self, generator: Generator) -> None:
         """A generator joins. It gets no work before `serves` says what it may serve."""
         self._members[generator.name] = _Member(generator, free=generator.capacity)
@@ -129,6 +136,8 @@ class Pool:
                 samples = tuple(sample for sample in job.missing if sample in owed)
                 self.counts.resent += len(samples)
                 self._queue(msgspec.structs.replace(job.request, samples=samples))
+                if (reason := self.why_never(job.request)) is not None:
+                    self._harvests[key[:2]].ready.put_nowait(InputError(reason))
         self._dispatch()
         if not self._members and self._jobs:
             for harvest in self._harvests.values():
@@ -164,13 +173,17 @@ class Pool:
         member.generator.cancel(key)
 
     def submit(self, request: GroupRequest) -> None:
-        """Want a group. It is refused if it could never fit."""
-        capacity = max((member.generator.capacity for member in self._members.values()), default=0)
-        if self._members and len(request.samples) > capacity:
-            raise WorkerError(f"a group of {len(request.samples)} fits no generator: the largest has {capacity} rows")
+        """Want a group. It is refused if no generator could ever serve it."""
+        if (reason := self.why_never(request)) is not None:
+            raise InputError(reason)
         self._jobs[_key(request)] = _Job(request)
         self._queue(request)
         self._dispatch()
+
+    def why_never(self, request: GroupRequest) -> str | None:
+        """Why none of the generators could ever serve the group; None if one could, or if there is none to ask."""
+        reasons = [member.generator.why_never(request) for member in self._members.values()]
+        return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
 
     def completed(self, worker: str, completion: Completion) -> None:
         """The pool's edge: each sample passes once, for an open period, in the right version."""
@@ -178,6 +191,14 @@ class Pool:
             self._settle(member, _key(completion), completion.sample)
         self._accept(worker, completion)
         self._dispatch()
+
+    def first_token(self, worker: str, version: int, activated_s: float, sampled_s: float) -> None:
+        """How long after loading a version the generator had its first token."""
+        self._trace("first token", f"{worker} version {version}", activated_s, sampled_s)
+
+    def progress(self, worker: str, num_tokens: int) -> None:
+        if member := self._members.get(worker):
+            member.num_tokens = num_tokens
 
     def _accept(self, worker: str, completion: Completion) -> None:
         key = _key(completion)
@@ -228,7 +249,9 @@ class Pool:
             candidates = [
                 member
                 for member in self._members.values()
-                if member.serves == request.period and member.free >= len(request.samples)
+                if member.serves == request.period
+                and member.free >= len(request.samples)
+                and member.generator.why_never(request) is None
             ]
             if not candidates:
                 return

@@ -7,10 +7,14 @@ A group asked for in a version that is not the active one is refused: the proces
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from tokenizers import Tokenizer
 
 from onbeat.config import Config
 from onbeat.device import load_model, prepare_process
@@ -22,7 +26,9 @@ from onbeat.messages import (
     Cancel,
     Completed,
     Failed,
+    FirstToken,
     GeneratorReady,
+    Progress,
     Stage,
     Staged,
     Submit,
@@ -30,16 +36,34 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Mapped
 from onbeat.wire import Channel
 
+PROGRESS_S = 1.0
+"""Between two words about progress."""
+
 
 class GeneratorWorker:
-    def __init__(self, channel: Channel[ToGenerator], model: Any, capacity: int, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        channel: Channel[ToGenerator],
+        model: Any,
+        capacity: int,
+        cache_bytes: int,
+        decode: Decode = no_text,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._channel = channel
         self._model = model
         self._targets = dict(model.named_parameters())
-        self._engine = Engine(model, capacity, cache_bytes)
+        self._engine = Engine(model, capacity, cache_bytes, decode)
+        self._clock = clock
+        self._activated_s: float | None = None
+        """Set until the first token of the active version."""
+        self._tokens_before = 0
+        self._told_s = -PROGRESS_S
+        self.room = self._engine.room
         self._staged: tuple[int, Mapped] | None = None
         self._row_variance: str | None = None
         self._probed = False
@@ -53,6 +77,17 @@ class GeneratorWorker:
                 self._handle(message)
             for completion in self._engine.step():
                 self._channel.send(Completed(completion))
+            self._tell()
+
+    def _tell(self) -> None:
+        """That there is a first token; now and then, how many there are."""
+        now_s = self._clock()
+        if self._activated_s is not None and self._engine.num_tokens > self._tokens_before:
+            self._channel.send(FirstToken(self._engine.version, self._activated_s, now_s))
+            self._activated_s = None
+        if now_s - self._told_s >= PROGRESS_S or self._engine.idle:
+            self._channel.send(Progress(self._engine.num_tokens))
+            self._told_s = now_s
 
     def _handle(self, message: ToGenerator) -> None:
         match message:
@@ -81,6 +116,18 @@ class GeneratorWorker:
         if not self._probed:
             self._row_variance = probe_row_invariance(self._model)
             self._probed = True
+        self._activated_s, self._tokens_before = self._clock(), self._engine.num_tokens
+
+
+def _decoder(model_dir: str) -> Decode:
+    """Tokens to text, as the rewards will see it."""
+    tokenizer = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    return decode
 
 
 def main(sock: socket.socket, settings_bytes: bytes) -> None:
@@ -91,8 +138,9 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         prepare_process(config.generator.threads)
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
-        worker = GeneratorWorker(channel, load_model(settings.model_dir), capacity, cache_bytes)
-        channel.send(GeneratorReady(capacity))
+        model = load_model(settings.model_dir)
+        worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir))
+        channel.send(GeneratorReady(worker.room))
         worker.run()
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from onbeat.errors import (
+    InputError,
     MissingSlotsError,
     NoGeneratorsError,
     OnbeatError,
@@ -224,7 +225,7 @@ def test_a_group_that_fits_no_generator_is_refused_with_both_numbers() -> None:
         pool.serves("small", 0)
         await one_period(pool, Ledger())
 
-    with pytest.raises(WorkerError, match="a group of 3 fits no generator: the largest has 2 rows"):
+    with pytest.raises(InputError, match="a group of 3 fits no generator of 2 rows"):
         run_virtual(main())
 
 

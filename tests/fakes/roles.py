@@ -70,6 +70,10 @@ class FakeGenerator:
     def attach(self, events: GeneratorEvents) -> None:
         self.events = events
 
+    def why_never(self, request: GroupRequest) -> str | None:
+        samples = len(request.samples)
+        return f"a group of {samples} fits no generator of {self.capacity} rows" if samples > self.capacity else None
+
     async def stage(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(self.rng.random())
         if self.dead:

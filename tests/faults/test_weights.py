@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from onbeat.admission import Room
 from onbeat.errors import UnverifiedWeightsError
 from onbeat.messages import (
     Activate,
     Activated,
     Completed,
+    FirstToken,
     FromGenerator,
+    Progress,
     Stage,
     Staged,
     Submit,
@@ -30,6 +35,8 @@ from onbeat.weights import snapshot
 from onbeat.weights.memory import MemoryChannel
 from onbeat.wire import Channel, Connection
 from tests.fakes.models import request, sampling, tiny_model
+
+ROOM = Room(max_sequences=8, cache_tokens=1000, bytes_per_token=1)
 
 
 class SocketChild:
@@ -53,10 +60,10 @@ class SocketChild:
         return ""
 
 
-def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> None:
-    async def main() -> None:
+def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> Pool:
+    async def main() -> Pool:
         pool = Pool()
-        generator = EmbeddedGenerator(SocketChild(behave), capacity=8)
+        generator = EmbeddedGenerator(SocketChild(behave), ROOM)
         pool.add(generator)
         channel = MemoryChannel(pool)
         fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())
@@ -65,8 +72,9 @@ def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> 
         finally:
             channel.close()
             generator.close()
+        return pool
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def answering(staged: Callable[[int, str], Staged], activated: Callable[[int], Activated]) -> Any:
@@ -87,7 +95,14 @@ def answering(staged: Callable[[int, str], Staged], activated: Callable[[int], A
 
 
 def test_an_honest_generator_is_believed() -> None:
-    publish_to(answering(Staged, lambda version: Activated(version, None)), 3)
+    pool = publish_to(answering(Staged, lambda version: Activated(version, None)), 3)
+
+    async def open_period(version: int) -> None:
+        pool.open("train", version)
+
+    asyncio.run(open_period(3))
+    with pytest.raises(UnverifiedWeightsError, match=r"they serve \{'generator-0': 3\}"):
+        asyncio.run(open_period(2))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +146,36 @@ def test_the_worker_serves_what_it_has_activated_and_stamps_the_version() -> Non
     assert peer.recv() == Staged(0, digest)
     assert peer.recv() == Activated(0, None)
     assert {peer.recv().completion.version for _ in range(2)} == {0}
+
+
+def test_the_worker_tells_its_first_token_of_a_version_and_how_many_there_are() -> None:
+    ours, theirs = socket.socketpair()
+    ticks = itertools.count()
+    worker = GeneratorWorker(
+        Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30,
+        clock=lambda: float(next(ticks)),
+    )  # fmt: skip
+    peer: Channel[FromGenerator] = Channel(ours, FromGenerator)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    told: list[Any] = []
+    for version in (0, 1):
+        fd, num_bytes, _ = snapshot.write(tiny_model("llama").named_parameters())
+        peer.send(Stage(version, num_bytes), [fd])
+        os.close(fd)
+        peer.send(Activate(version))
+        wanted = request(0, (1, 2, 3), 2, sampling(4))
+        peer.send(Submit(msgspec.structs.replace(wanted, period=version)))
+        while told.count(Progress(8 * (version + 1))) == 0:
+            told.append(peer.recv())
+    ours.close()
+    thread.join()
+    firsts = [message for message in told if isinstance(message, FirstToken)]
+    assert [first.version for first in firsts] == [0, 1]
+    assert all(first.activated_s < first.sampled_s for first in firsts)
+    progress = [message.num_tokens for message in told if isinstance(message, Progress)]
+    assert progress == sorted(progress)
+    assert progress[-1] == 16
 
 
 def test_the_worker_refuses_work_for_a_version_it_does_not_serve() -> None:

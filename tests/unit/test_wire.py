@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat import wire
+from onbeat.admission import Room
 from onbeat.errors import WireError
 from onbeat.messages import Activated, Completed, Failed, FromGenerator, GeneratorReady, Staged
 from onbeat.types import Completion
@@ -28,7 +29,7 @@ BIG = 3 << 20
 WHOLE = st.integers(-(2**63), 2**63 - 1)
 MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(Failed, st.text()),
-    st.builds(GeneratorReady, WHOLE),
+    st.builds(GeneratorReady, st.builds(Room, max_sequences=WHOLE, cache_tokens=WHOLE, bytes_per_token=WHOLE)),
     st.builds(Staged, WHOLE, st.text()),
     st.builds(Activated, WHOLE, st.none() | st.text()),
     st.builds(
@@ -199,7 +200,7 @@ def test_large_messages_and_descriptors_travel_both_ways_in_order() -> None:
         Staged(1, "small, with a descriptor: one"),
         Staged(2, "y" * BIG + "two"),
         Staged(3, "z" * BIG + "tri"),
-        *(GeneratorReady(number) for number in range(1000)),
+        *(Activated(number, None) for number in range(1000)),
     ]
 
     async def main() -> None:
@@ -366,12 +367,12 @@ def test_descriptors_keep_the_order_of_their_messages(pair: tuple[socket.socket,
     for number in range(20):
         fd = memory_with(b"%d" % number)
         sender.send(Staged(number, ""), [fd])
-        sender.send(GeneratorReady(number))
+        sender.send(Activated(number, None))
         os.close(fd)
     for number in range(20):
         assert receiver.recv() == Staged(number, "")
         assert content_of(receiver.take_fd()) == b"%d" % number
-        assert receiver.recv() == GeneratorReady(number)
+        assert receiver.recv() == Activated(number, None)
 
 
 def test_received_descriptors_are_not_inherited_by_programs_we_start(

@@ -1,0 +1,169 @@
+"""The engine's bookkeeping: what fits, what waits, what ends where; and sampling against the plain definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.admission import cache_tokens
+from onbeat.errors import InputError
+from onbeat.rollout.cache import CacheShape, GroupCache
+from onbeat.rollout.engine import Engine
+from onbeat.rollout.sampling import sample
+from onbeat.rollout.stop import ends_with_stop
+from onbeat.types import Completion, Sampling
+from tests.fakes.models import drain, generate_alone, request, sampling, tiny_model
+
+
+def engine_of(max_sequences: int, num_tokens: int) -> Engine:
+    """With a cache of so many tokens."""
+    model = tiny_model("llama")
+    engine = Engine(model, max_sequences, cache_bytes=num_tokens * CacheShape.of(model).bytes_per_token)
+    engine.version = 0
+    return engine
+
+
+def test_a_group_that_does_not_fit_the_cache_waits_until_another_has_ended() -> None:
+    first, second = request(0, (1, 2, 3), 4, sampling(10)), request(1, (4, 5), 4, sampling(3))
+    engine = engine_of(max_sequences=64, num_tokens=cache_tokens(3, 4, 10) + cache_tokens(2, 4, 3) - 1)
+    engine.add(first)
+    engine.add(second)
+    order: list[int] = []
+    while not engine.idle:
+        order += [completion.slot for completion in engine.step()]
+    assert order == [0] * 4 + [1] * 4
+
+    with_room = engine_of(max_sequences=64, num_tokens=cache_tokens(3, 4, 10) + cache_tokens(2, 4, 3))
+    with_room.add(first)
+    with_room.add(second)
+    order = []
+    while not with_room.idle:
+        order += [completion.slot for completion in with_room.step()]
+    assert order == [1] * 4 + [0] * 4
+
+
+def test_a_group_that_can_never_fit_the_cache_is_refused_with_what_it_needs_and_what_there_is() -> None:
+    engine = engine_of(max_sequences=64, num_tokens=42)
+    engine.add(request(0, (1, 2), 4, sampling(10)))
+    with pytest.raises(InputError, match=r"4 completions of up to 10 tokens after a prompt of 3 needs .* GiB of cache"):
+        engine.add(request(1, (1, 2, 3), 4, sampling(10)))
+    assert len(drain(engine)) == 4
+
+
+def test_a_group_larger_than_the_engine_is_refused_with_both_numbers() -> None:
+    with pytest.raises(InputError, match="a group of 9 completions fits no generator of 8 rows"):
+        engine_of(max_sequences=8, num_tokens=1000).add(request(0, (1,), 9, sampling()))
+
+
+def test_eight_completions_of_a_long_prompt_take_little_more_cache_than_one() -> None:
+    def num_bytes(num_samples: int) -> int:
+        cache = GroupCache(CacheShape.of(tiny_model("llama")), 1000, num_samples, max_new_tokens=32)
+        return cache.prompt.nbytes + cache.own.nbytes
+
+    assert num_bytes(8) < 1.3 * num_bytes(1)
+    per_token = CacheShape.of(tiny_model("llama")).bytes_per_token
+    assert num_bytes(8) == cache_tokens(1000, 8, 32) * per_token
+
+
+# -- stop strings ---------------------------------------------------------------------------------------------
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def stopping_at(*stop: str) -> Sampling:
+    return Sampling(temperature=1.0, max_new_tokens=40, stop_token_ids=(), seed=0, stop=stop)
+
+
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string_and_keeps_it() -> None:
+    model = tiny_model("llama")
+    free = generate_alone(model, request(0, (1, 2, 3), 6, sampling(40)))
+    texts = {name: spelled(completion.token_ids) for name, completion in free.items()}
+    stop = texts[0, 2][10:12]
+    engine = Engine(model, 6, decode=spelled)
+    engine.version = 0
+    engine.add(request(0, (1, 2, 3), 6, stopping_at("NEVER", stop)))
+    for name, completion in drain(engine).items():
+        at = texts[name].find(stop)
+        expected = free[name].token_ids if at < 0 else free[name].token_ids[: at + len(stop)]
+        assert completion.token_ids == expected
+        assert completion.finish_reason == ("length" if at < 0 else "stop")
+    assert texts[0, 2].find(stop) <= 10
+
+
+@given(data=st.data())
+def test_a_stop_string_is_found_at_the_token_that_completes_it_though_characters_span_tokens(
+    data: st.DataObject,
+) -> None:
+    """One token per byte of UTF-8: the worst a tokenizer may do."""
+    text = data.draw(st.text(st.sampled_from("aβ€😀"), max_size=30))
+    stops = data.draw(st.lists(st.text(st.sampled_from("aβ€😀"), min_size=1, max_size=4), min_size=1, max_size=3))
+    tokens = list(text.encode())
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    found = next((n for n in range(1, len(tokens) + 1) if ends_with_stop(tokens[:n], stops, decode)), None)
+    whole = next((n for n in range(1, len(tokens) + 1) if any(stop in decode(tokens[:n]) for stop in stops)), None)
+    assert found == whole
+
+
+# -- sampling -------------------------------------------------------------------------------------------------
+
+
+@given(
+    vocabulary=st.integers(1, 1400),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 30.0]),
+    temperature=st.sampled_from([1.0, 0.3, 2.0]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=60)
+def test_a_token_is_the_inverse_of_the_cumulative_distribution_at_its_draw(
+    vocabulary: int, scale: float, temperature: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(16, vocabulary, generator=generator) * scale
+    draws = torch.rand(16, generator=generator, dtype=torch.float64)
+    draws[0], draws[1] = 0.0, 1.0 - 2.0**-53
+    tokens, logprobs = sample(logits, torch.full((16,), temperature), draws)
+    exact = torch.log_softmax(logits.double() / temperature, dim=-1)
+    ends = exact.exp().cumsum(dim=-1)
+    # Where float32 cannot tell on which side of a boundary the draw lies, either token is right.
+    slack = 2e-6
+    reached = ends.gather(1, tokens[:, None])[:, 0]
+    before = reached - exact.exp().gather(1, tokens[:, None])[:, 0]
+    assert bool((tokens >= 0).all())
+    assert bool((before <= draws + slack).all())
+    assert bool((reached >= draws - slack).all())
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_draw_never_chooses_a_token_of_probability_zero() -> None:
+    logits = torch.full((3, 700), float("-inf"))
+    logits[:, [300, 650]] = 0.0
+    draws = torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
+    tokens, _ = sample(logits, torch.ones(3), draws)
+    assert tokens.tolist() == [300, 650, 650]
+
+
+def test_a_greedy_row_takes_the_most_likely_token_beside_rows_that_are_sampled() -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = sample(logits, torch.tensor([0.0, 1.0, 0.0, 0.5]), torch.full((4,), 0.9, dtype=torch.float64))
+    assert tokens[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
+    torch.testing.assert_close(logprobs[0], torch.log_softmax(logits[0], -1).max())
+
+
+def completions_of(engine: Engine) -> list[Completion]:
+    return list(drain(engine).values())
+
+
+def test_tokens_are_counted_as_they_are_sampled() -> None:
+    engine = engine_of(max_sequences=8, num_tokens=1000)
+    engine.add(request(0, (1, 2, 3), 8, sampling(5)))
+    done = completions_of(engine)
+    assert engine.num_tokens == sum(len(completion.token_ids) for completion in done) == 40
