@@ -2,8 +2,8 @@
 
 A group's prompt is kept once, for all its samples; each sample keeps what it wrote itself:
 
-    prompt   [layers, 2, kv heads, P, dim]
-    own      [layers, 2, samples, kv heads, R, dim]      R = the most it may write
+    prompt   [2, kv heads, P, dim]               for every layer
+    own      [2, kv heads, samples, R, dim]      R = the most it may write
 
 All tokens of a step, of whatever group and age, go through the model as one row of tokens. A `Step` says what they
 are: chunks of prompts, and one token for each sample of some groups. Linear layers do not care; attention does, and
@@ -61,24 +61,57 @@ class CacheShape:
 
 
 class GroupCache:
-    """Of one group. Memory is reserved at once and touched as it is needed."""
+    """Of one group. Memory is reserved at once and touched as it is needed.
+
+    A sample that has ended leaves its row empty. When half of the rows are empty the others move together, and the
+    memory of the empty ones is given back.
+    """
 
     def __init__(self, shape: CacheShape, prompt_length: int, num_samples: int, max_new_tokens: int) -> None:
-        layers, heads, dim = shape.num_layers, shape.num_heads, shape.dim
-        rows = max(num_samples, MIN_ROWS)
-        self.prompt = torch.empty(layers, 2, heads, prompt_length, dim, dtype=shape.dtype)
-        self.own = torch.empty(layers, 2, rows, heads, max_new_tokens, dim, dtype=shape.dtype)
-        self.own[:, :, num_samples:] = 0.0  # rows that only fill up to MIN_ROWS
+        self.num_heads, dim = shape.num_heads, shape.dim
+        self.prompt_length = prompt_length
         self.length = 0
         """Own tokens whose keys are here; the same for every sample."""
+        self.rows = max(num_samples, MIN_ROWS)
+        self.prompt = [
+            torch.empty(2, self.num_heads, prompt_length, dim, dtype=shape.dtype) for _ in range(shape.num_layers)
+        ]
+        self.own = [
+            torch.empty(2, self.num_heads, self.rows, max_new_tokens, dim, dtype=shape.dtype)
+            for _ in range(shape.num_layers)
+        ]
+        self._place(list(range(num_samples)))
+        for own in self.own if self.index is not None else ():
+            own[:, :, num_samples:] = 0.0  # rows that only fill up to MIN_ROWS
 
-    @property
-    def prompt_length(self) -> int:
-        return self.prompt.shape[3]
+    def _place(self, alive: list[int]) -> None:
+        self.alive = alive
+        """The row of each sample that goes on, in the order of the samples."""
+        self.index = None if alive == list(range(self.rows)) else torch.tensor(alive)
+        """The same; None if they are all rows in their order."""
 
-    def move(self, source: int, target: int) -> None:
-        """Sample `target` becomes what sample `source` is."""
-        self.own[:, :, target, :, : self.length] = self.own[:, :, source, :, : self.length]
+    def keep(self, samples: list[int]) -> None:
+        """Only these of the samples go on, by their places among those that did until now."""
+        self._place([self.alive[sample] for sample in samples])
+        if len(samples) > self.rows // 2 or self.rows // 2 < MIN_ROWS:
+            return
+        self.rows = max(len(samples), MIN_ROWS)
+        taken = torch.tensor(self.alive + self.alive[:1] * (self.rows - len(samples)))
+        for layer, own in enumerate(self.own):
+            smaller = own.new_empty(2, self.num_heads, self.rows, *own.shape[3:])
+            smaller[:, :, :, : self.length] = own[:, :, taken, : self.length]
+            self.own[layer] = smaller
+        self._place(list(range(len(samples))))
+
+    def write(self, layer: int, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> None:
+        """The keys and values of the next token of each sample."""
+        keys, values = self.own[layer][:, :, :, self.length]
+        if self.index is None:
+            keys.copy_(k_KTD)
+            values.copy_(v_KTD)
+        else:
+            keys.index_copy_(1, self.index, k_KTD)
+            values.index_copy_(1, self.index, v_KTD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,42 +151,44 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The next token of each of the first n samples of a group."""
+    """The next token of each sample of a group."""
 
     cache: GroupCache
-    num_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.cache.alive)
 
     def attend(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, window: int | None,
         masks: dict[Any, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """[T, H, D]: one softmax over the shared prompt's keys and the sample's own."""
-        cache, count, at = self.cache, self.num_tokens, self.cache.length
-        own_k, own_v = cache.own[layer]
-        own_k[:count, :, at] = k_KTD.transpose(0, 1)
-        own_v[:count, :, at] = v_KTD.transpose(0, 1)
-        rows = max(count, MIN_ROWS)
+        cache, at = self.cache, self.cache.length
+        cache.write(layer, k_KTD, v_KTD)
+        heads, rows, dim = cache.num_heads, cache.rows, q_HTD.shape[2]
+        q_KTQD = q_HTD.view(heads, -1, q_HTD.shape[1], dim).transpose(1, 2)
+        if cache.index is not None:
+            q_KTQD = q_HTD.new_zeros(heads, rows, q_KTQD.shape[2], dim).index_copy_(1, cache.index, q_KTQD)
+        q = q_KTQD.reshape(heads * rows, -1, dim)
+        # A row of these products is a sample's head that reads, with a head of keys and values it reads from.
         first = 0 if window is None else max(0, at - window + 1)
+        own_k, own_v = cache.own[layer].flatten(1, 2)[:, :, first : at + 1]
+        scores = torch.bmm(q, own_k.mT)
         seen = cache.prompt_length if window is None else min(cache.prompt_length, max(0, window - 1 - at))
-        prompt_k, prompt_v = cache.prompt[layer, :, :, cache.prompt_length - seen :]
-        heads, dim = k_KTD.shape[0], k_KTD.shape[2]
-        q_TKQD = q_HTD.transpose(0, 1).reshape(count, heads, -1, dim)
-        if rows > count:
-            q_TKQD = F.pad(q_TKQD, (0, 0, 0, 0, 0, 0, 0, rows - count))
-        queries = q_TKQD.shape[2]
-        own_k, own_v = own_k[:rows, :, first : at + 1].flatten(0, 1), own_v[:rows, :, first : at + 1].flatten(0, 1)
-        scores = torch.bmm(q_TKQD.flatten(0, 1), own_k.transpose(1, 2))
-        if not seen:
-            out = torch.bmm(torch.softmax(scores, dim=-1), own_v).view(rows, heads, queries, dim)
-            return out.flatten(1, 2)[:count]
-        q_K_TQ_D = q_TKQD.transpose(0, 1).reshape(heads, rows * queries, dim)
-        prompt_scores = torch.bmm(q_K_TQ_D, prompt_k.transpose(1, 2)).view(heads, rows, queries, seen).transpose(0, 1)
-        scores = torch.cat([prompt_scores, scores.view(rows, heads, queries, -1)], dim=-1)
-        weights = torch.softmax(scores, dim=-1)
-        out = torch.bmm(weights[..., seen:].flatten(0, 1), own_v).view(rows, heads, queries, dim)
-        prompt_weights = weights[..., :seen].transpose(0, 1).reshape(heads, rows * queries, seen)
-        out += torch.bmm(prompt_weights, prompt_v).view(heads, rows, queries, dim).transpose(0, 1)
-        return out.flatten(1, 2)[:count]
+        if seen:
+            prompt_k, prompt_v = cache.prompt[layer][:, :, cache.prompt_length - seen :]
+            by_head = (heads, scores.shape[0] // heads * scores.shape[1])
+            prompt_scores = torch.bmm(q.view(*by_head, dim), prompt_k.mT)
+            weights = torch.softmax(torch.cat([prompt_scores, scores.view(*by_head, -1)], dim=-1), dim=-1)
+            out = torch.bmm(weights[:, :, :seen], prompt_v).view(q.shape)
+            out = torch.baddbmm(out, weights[:, :, seen:].view(scores.shape), own_v)
+        else:
+            out = torch.bmm(torch.softmax(scores, dim=-1), own_v)
+        out_KTQD = out.view(heads, rows, -1, dim)
+        if cache.index is not None:
+            out_KTQD = out_KTQD[:, cache.index]
+        return out_KTQD.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(slots=True)
@@ -167,14 +202,16 @@ class Step:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """query [1, heads, N, dim], key and value [1, kv heads, N, dim] → [1, N, heads, dim]."""
-        out = query.new_zeros(1, query.shape[2], query.shape[1], query.shape[3])
         q_HND = query[0] * scale
+        outs = []
         at = 0
         for part in self.parts:
             mine = slice(at, at + part.num_tokens)
-            out[0, mine] = part.attend(layer, q_HND[:, mine], key[0, :, mine], value[0, :, mine], window, self._masks)
+            outs.append(part.attend(layer, q_HND[:, mine], key[0, :, mine], value[0, :, mine], window, self._masks))
             at = mine.stop
-        return out
+        if at < q_HND.shape[1]:
+            outs.append(q_HND.new_zeros(q_HND.shape[1] - at, q_HND.shape[0], q_HND.shape[2]))
+        return torch.cat(outs)[None]
 
 
 def cached_attention(

@@ -23,6 +23,7 @@ from onbeat.admission import MIN_ROWS, Room, needs
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
+from onbeat.rollout.head import PackedHead, pack_head, standing_in
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
 from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest, Sampling
@@ -48,7 +49,7 @@ class _Sequence:
 
 
 class _Group:
-    """A group in the cache: its prompt first, then its samples, in the order of the cache's rows."""
+    """A group in the cache: its prompt first, then its samples, in the order in which the cache has them."""
 
     def __init__(self, request: GroupRequest, cache: GroupCache) -> None:
         self.request = request
@@ -67,21 +68,21 @@ class _Group:
         return Chunk(self.cache, self.prefilled, min(self.prefilled + CHUNK_TOKENS, len(self.request.token_ids)))
 
     def ended(self, version: int, decode: Decode) -> list[Completion]:
-        """Take out what has ended; the last sample moves into each free place."""
+        """Take out what has ended."""
         sampling = self.request.sampling
-        completions = []
-        for row in reversed(range(len(self.sequences))):
-            tokens = self.sequences[row].token_ids
-            if not tokens:
-                continue
-            stopped = tokens[-1] in sampling.stop_token_ids or ends_with_stop(tokens, sampling.stop, decode)
-            if not stopped and len(tokens) < sampling.max_new_tokens:
-                continue
-            completions.append(self._completion(self.sequences[row], version, "stop" if stopped else "length"))
-            last = self.sequences.pop()
-            if row < len(self.sequences):
-                self.cache.move(len(self.sequences), row)
-                self.sequences[row] = last
+        completions, going_on = [], []
+        for place, sequence in enumerate(self.sequences):
+            tokens = sequence.token_ids
+            stopped = bool(tokens) and (
+                tokens[-1] in sampling.stop_token_ids or ends_with_stop(tokens, sampling.stop, decode)
+            )
+            if stopped or len(tokens) == sampling.max_new_tokens:
+                completions.append(self._completion(sequence, version, "stop" if stopped else "length"))
+            else:
+                going_on.append(place)
+        if completions and going_on:
+            self.cache.keep(going_on)
+        self.sequences = [self.sequences[place] for place in going_on]
         return completions
 
     def _completion(self, sequence: _Sequence, version: int, reason: FinishReason) -> Completion:
@@ -126,9 +127,21 @@ class Engine:
         self._queue: deque[GroupRequest] = deque()
         self._groups: list[_Group] = []
         """Admitted, in that order."""
-        self.version = -1
+        self._version = -1
+        self._head: PackedHead | None = None
+        self._head_is_current = False
         self.num_tokens = 0
         """Sampled since the engine was made."""
+
+    @property
+    def version(self) -> int:
+        """Of the model's weights. Setting it says that they have changed."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self._head_is_current = False
 
     @property
     def idle(self) -> bool:
@@ -189,7 +202,7 @@ class Engine:
         wanted: list[int] = []  # tokens whose logits are wanted
         takers: list[tuple[_Sequence, int]] = []  # and who samples from which of them
         for group in decoding:
-            parts.append(Tokens(group.cache, len(group.sequences)))
+            parts.append(Tokens(group.cache))
             for sequence in group.sequences:
                 takers.append((sequence, len(wanted)))
                 wanted.append(len(token_ids))
@@ -205,13 +218,16 @@ class Engine:
         token_ids += [0] * (MIN_ROWS - len(token_ids))
         positions += [0] * (MIN_ROWS - len(positions))
         wanted += [0] * (MIN_ROWS - len(wanted))
-        output = self._model(
-            input_ids=torch.tensor([token_ids]),
-            position_ids=torch.tensor([positions]),
-            use_cache=False,
-            cache_step=Step(parts),
-            logits_to_keep=torch.tensor(wanted),
-        )
+        if not self._head_is_current:
+            self._head, self._head_is_current = pack_head(self._model), True
+        with standing_in(self._head, self._model):
+            output = self._model(
+                input_ids=torch.tensor([token_ids]),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+                cache_step=Step(parts),
+                logits_to_keep=torch.tensor(wanted),
+            )
         for group in decoding:
             group.cache.length += 1
         self._extend(takers, output.logits[0])

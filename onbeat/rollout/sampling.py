@@ -2,7 +2,8 @@
 
 A row's distribution is inverted at its draw in two looks: over the sums of blocks of the vocabulary, then inside one
 block. So the vocabulary is read by softmax and one sum, and never accumulated as a whole. A row's result depends on
-that row alone.
+that row alone. What float32 rounds here is a share of 1e-7 of a probability; the sums that decide on which side of a
+draw a token lies are in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor
     """Tokens and their log-probabilities, by inverting each row's cumulative distribution at its draw.
 
     logits [N, V]; temperatures, draws [N], draws in [0, 1). A temperature of 0 takes the most likely token and
-    reports its log-probability at temperature 1. Sums over blocks are in float64: rounding must not choose the token.
+    reports its log-probability at temperature 1.
     """
     greedy = temperatures == 0
     if not bool((temperatures == 1).all()):
@@ -25,7 +26,7 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor
     tokens = _invert(probabilities, draws)
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-    # From the logits: the logarithm of a small probability would keep the rounding of its exponential.
+    # By the most likely token: the logarithm of a probability near float32's smallest would be far off.
     log_total = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
     return tokens, logits.gather(1, tokens[:, None])[:, 0] - log_total
 
@@ -34,9 +35,10 @@ def _invert(probabilities: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds the draw's share of the total."""
     num_rows, vocabulary = probabilities.shape
     whole = vocabulary // _BLOCK * _BLOCK
-    sums = probabilities[:, :whole].view(num_rows, -1, _BLOCK).sum(dim=-1, dtype=torch.float64)
+    sums = probabilities[:, :whole].view(num_rows, -1, _BLOCK).sum(dim=-1)
     if whole < vocabulary:
-        sums = torch.cat([sums, probabilities[:, whole:].sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1)
+        sums = torch.cat([sums, probabilities[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    sums = sums.double()
     ends = sums.cumsum(dim=1)
     target = _below(draws[:, None] * ends[:, -1:], ends[:, -1:])
     block = torch.searchsorted(ends, target, right=True)

@@ -1,0 +1,67 @@
+"""bench-generate: the embedded engine, as a generator process runs it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import contender
+
+from onbeat.environment import prepare_this_process
+
+STOP = 2
+
+
+def prepare(settings: dict[str, Any]) -> contender.Run:
+    prepare_this_process()
+    import torch
+
+    from onbeat.device import load_model, prepare_process
+    from onbeat.rollout.engine import Engine, _key, _Sequence
+    from onbeat.types import GroupRequest, Sampling
+
+    prepare_process(settings["threads"])
+    model = load_model(settings["model"])
+
+    class FixedLengths(Engine):
+        """Every completion ends where the workload says: its last token is made the stop token, no other is."""
+
+        lengths: dict[int, int]
+
+        def _extend(self, takers: list[tuple[_Sequence, int]], logits: torch.Tensor) -> None:
+            super()._extend(takers, logits)
+            for sequence, _ in takers:
+                if len(sequence.token_ids) == self.lengths[sequence.key]:
+                    sequence.token_ids[-1] = STOP
+                elif sequence.token_ids[-1] == STOP:
+                    sequence.token_ids[-1] = STOP + 1
+
+    engine = FixedLengths(model, settings["in_flight"])
+    engine.version = 0
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        lengths = job["lengths"]
+        most = max(map(max, lengths))
+        sampling = Sampling(temperature=1.0, max_new_tokens=most, stop_token_ids=(STOP,), seed=job["seed"])
+        requests = [
+            GroupRequest(
+                stream="train", period=0, slot=slot, samples=tuple(range(len(lengths[slot]))),
+                token_ids=tuple(prompt), sampling=sampling,
+            )
+            for slot, prompt in enumerate(job["prompts"])
+        ]  # fmt: skip
+        engine.lengths = {_key(r, sample): lengths[r.slot][sample] for r in requests for sample in r.samples}
+        before = engine.num_tokens
+        began_s = time.perf_counter()
+        for request in requests:
+            engine.add(request)
+        while not engine.idle:
+            engine.step()
+        seconds = time.perf_counter() - began_s
+        return {"seconds": seconds, "tokens": engine.num_tokens - before}
+
+    return run
+
+
+if __name__ == "__main__":
+    contender.main(prepare)
