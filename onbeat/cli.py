@@ -148,13 +148,36 @@ def _describe(config: Config) -> str:
         f"model        {directory} ({state})",
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
-        f"trainer      1 process, {config.trainer.threads or cores} threads, holds {', '.join(models)}",
-        f"generators   {config.generator.count} processes, {config.generator.threads or cores} threads each, "
-        f"{max(config.generator.max_sequences, algorithm.group_size)} sequences at once each",
+        f"trainer      1 process, holds {', '.join(models)}; {_threads(config.trainer.threads, cores)}",
+        f"generators   {config.generator.count} processes; each {_threads(config.generator.threads, cores)}",
+        *_concurrency(config),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
         f"cores        {cores}",
     ]
     return to_toml(config) + "\n" + "\n".join(f"# {note}" for note in notes)
+
+
+def _threads(asked: int, cores: int) -> str:
+    if asked:
+        return f"{asked} threads, as the recipe says"
+    return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
+
+
+def _concurrency(config: Config) -> list[str]:
+    size, total = config.algorithm.group_size, config.schedule.prompts_per_period
+    groups = max(1, config.generator.max_sequences // size)
+    at_once = min(total, groups * config.generator.count)
+    notes = [
+        f"at once      {groups} groups of {size} in each generator: more would decode a little faster and finish "
+        "together, when the trainer has waited; fewer would starve the cores",
+        f"in turns     the {total} groups of a period take about {-(-total // at_once)} turns",
+    ]
+    if config.schedule.mode == "periodic" and at_once == total:
+        notes.append(
+            "overlap      LITTLE: all groups of a period are generated at once and end together; more "
+            "schedule.prompts_per_period or a smaller generator.max_sequences would let training begin earlier"
+        )
+    return notes
 
 
 def _check(model: str, flags: Sequence[str]) -> int:

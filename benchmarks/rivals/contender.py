@@ -1,6 +1,6 @@
 """A contender's side of the harness: a process that is given jobs on its standard input and answers with figures.
 
-    main(prepare)        prepare(settings) -> run;  run(job) -> figures
+    main(prepare, packages)        prepare(settings) -> run;  run(job) -> figures
 
 Standard library only, since it runs in every contender's own environment. Whatever libraries print goes to the log.
 """
@@ -10,16 +10,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def main(prepare: Callable[[dict[str, Any]], Run]) -> None:
+def main(prepare: Callable[[dict[str, Any]], Run], packages: Sequence[str]) -> None:
+    """Get ready, say so with the versions of `packages`, then answer job after job until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     run = prepare(json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line))) + "\n")
+
+    def say(figures: dict[str, Any]) -> None:
+        answers.write(json.dumps(figures) + "\n")
         answers.flush()
+
+    say({package: version(package) for package in packages})
+    for line in sys.stdin:
+        say(run(json.loads(line)))

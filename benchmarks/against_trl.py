@@ -1,0 +1,64 @@
+"""A whole training step, against TRL's GRPOTrainer.
+
+    make bench-trl
+
+`short`: SmolLM2-135M, 8 prompts of about 45 tokens in groups of 8, up to 16 new tokens, beta 0.02, the same rows,
+rewards and number of updates. Seconds per update, from the start of training to the end of the last update; loading
+and starting are left out on both sides. Writes docs/bench-trl.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, Contender, Results, smollm2, summary, take_turns
+
+UPDATES = 3
+CELL: dict[str, Any] = {"workload": "short"}
+KEYS = {
+    "schedule.periods": UPDATES,
+    "schedule.prompts_per_period": 8,
+    "algorithm.group_size": 8,
+    "algorithm.beta": 0.02,
+    "sampling.max_new_tokens": 16,
+}
+TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    model = smollm2()
+    trl = {
+        "model": model, "reward": "right_sum", "threads": 2, "prompts": 8, "group_size": 8, "max_new_tokens": 16,
+        "beta": 0.02,
+    }  # fmt: skip
+    contenders = [
+        Contender("onbeat", "train_onbeat.py", {"model": model, "reward": "right_sum", "keys": KEYS}),
+        *(
+            Contender(f"TRL, micro-batch {size}", "train_trl.py", trl | {"micro_batch": size}, environment="trl")
+            for size in (64, 8)
+        ),
+    ]
+    results = Results(ROOT / "docs" / "bench-trl.json", arguments.again)
+    jobs = [{"seed": seed, "updates": UPDATES} for seed in range(1, arguments.repeats + 1)]
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        take_turns(results, CELL, contenders, jobs, {"seed": 0, "updates": 1, "keys": TINY}, Path(folder))
+    seconds = {
+        contender.name: [run["seconds"] / run["periods"] for run in results.of(CELL, contender.name)["runs"]]
+        for contender in contenders
+    }
+    for name, values in seconds.items():
+        print(f"{name:24} {summary(values)} s per update")
+    for name in seconds.keys() - {"onbeat"}:
+        print(f"onbeat : {name} {statistics.median(seconds[name]) / statistics.median(seconds['onbeat']):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Tokens per second of the embedded generator, of transformers and of vLLM, on the same work.
+
+    make bench-generate
+
+SmolLM2-135M in float32. Each cell: groups of 8 completions with lengths fixed beforehand, 8 to 56 tokens, unequal;
+random prompt tokens; three times as many sequences as may be in flight. Time is from the first prompt to the last
+token, prefill included. transformers' `generate` takes as many sequences per batch as may be in flight; continuous
+batching and vLLM refill. vLLM is eager, with its prefix cache, threads bound to cores. None but onbeat computes
+log-probabilities, which is to the others' advantage. Writes docs/bench-generate.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from harness import ROOT, Cell, Contender, Figures, Results, smollm2, summary, take_turns
+
+GROUP_SIZE = 8
+WAVES = 3
+LENGTHS = (8, 56)
+CELLS: list[Cell] = [{"threads": threads, "in_flight": n} for threads in (1, 2) for n in (32, 64)]
+PROMPTS = (45, 300)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="contenders, by name")
+    arguments = parser.parse_args()
+    model = smollm2()
+    contenders = [
+        Contender("onbeat", "generate_onbeat.py", {"model": model}),
+        Contender("vLLM", "generate_vllm.py", {"model": model}, environment="vllm"),
+        Contender("transformers generate", "generate_transformers.py", {"model": model, "how": "generate"}, "trl"),
+        Contender("transformers continuous", "generate_transformers.py", {"model": model, "how": "continuous"}, "trl"),
+    ]
+    contenders = [c for c in contenders if not arguments.only or c.name in arguments.only]
+    results = Results(ROOT / "docs" / "bench-generate.json", arguments.again)
+    results.note(gemm_limit={threads: gemm_limit(threads) for threads in (1, 2)}, group_size=GROUP_SIZE)
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        for setting in CELLS:
+            for prompt_tokens in PROMPTS:
+                cell = setting | {"prompt_tokens": prompt_tokens}
+                jobs = [workload(cell, seed) for seed in range(1, arguments.repeats + 1)]
+                warm_up = {"prompts": jobs[0]["prompts"][:1], "lengths": [[1] * GROUP_SIZE], "seed": 0}
+                take_turns(results, cell, contenders, jobs, warm_up, Path(folder))
+                report(results, cell, contenders)
+
+
+def workload(cell: Cell, seed: int) -> Figures:
+    rng = random.Random(seed)
+    num_groups = WAVES * cell["in_flight"] // GROUP_SIZE
+    return {
+        "seed": seed,
+        "prompts": [[rng.randrange(5, 40000) for _ in range(cell["prompt_tokens"])] for _ in range(num_groups)],
+        "lengths": [[rng.randint(*LENGTHS) for _ in range(GROUP_SIZE)] for _ in range(num_groups)],
+    }
+
+
+def gemm_limit(threads: int) -> float:
+    """Tokens per second if the model were one large matrix product: peak FLOPS over twice the parameters."""
+    import torch
+
+    torch.set_num_threads(threads)
+    left, right = torch.randn(1536, 1536), torch.randn(1536, 1536)
+    best_s = float("inf")
+    for _ in range(10):
+        began_s = time.perf_counter()
+        torch.mm(left, right)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return round(2 * 1536**3 / best_s / (2 * 134_515_008), 1)
+
+
+def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:
+    rates = {}
+    print(", ".join(f"{name} {value}" for name, value in cell.items()))
+    for contender in contenders:
+        result = results.of(cell, contender.name)
+        rates[contender.name] = [run["tokens"] / run["seconds"] for run in result["runs"]]
+        start = f"start to first token {result['start_s']} s" if "start_s" in result else ""
+        print(f"  {contender.name:24} {summary(rates[contender.name]):24} tokens/s  {start}", flush=True)
+    if "onbeat" in rates:
+        for name in rates.keys() - {"onbeat"}:
+            print(f"  onbeat : {name} {statistics.median(rates['onbeat']) / statistics.median(rates[name]):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What every benchmark here shares: contenders in environments of their own, turn and turn about, figures kept.
+
+    contenders  ── A ─ B ─ C ─ A ─ B ─ C ─ …      one machine, one run, nobody else working
+                        │
+                        ▼
+    docs/NAME.json    per cell and contender: versions, every single run, median and spread
+
+A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
+turn. A benchmark that was interrupted goes on where it was: runs that are in the file are not made again (--again makes
+them).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onbeat.environment import TORCH_ENVIRONMENT
+
+ROOT = Path(__file__).parents[1]
+RIVALS = Path(__file__).parent / "rivals"
+ENVIRONMENTS = ROOT / ".rivals"
+Cell = dict[str, Any]
+Figures = dict[str, Any]
+
+
+def rival_python(name: str) -> str:
+    """The interpreter of a rival's own environment, made on first use from rivals/NAME.txt: exactly these packages."""
+    directory = ENVIRONMENTS / name
+    python = directory / "bin" / "python"
+    if not (directory / ".installed").exists():
+        print(f"installing {name} into {directory.relative_to(ROOT)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--requirement", str(RIVALS / f"{name}.txt")], check=True)
+        (directory / ".installed").touch()
+    return str(python)
+
+
+def smollm2() -> str:
+    """The directory of SmolLM2-135M-Instruct, fetched and cached on first use."""
+    from onbeat.model_source import make_model, model_directory
+
+    source = str(ROOT / "recipes" / "smollm2.py") + ":make_model"
+    directory = model_directory(source)
+    if not (directory / "config.json").is_file():
+        make_model(source, directory)
+    return str(directory)
+
+
+def machine() -> Figures:
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    script: str
+    """In rivals/."""
+    settings: Figures = field(default_factory=dict)
+    environment: str | None = None
+    """The rival's own, by name; None: onbeat's."""
+
+    def start(self, cell: Cell, log: Path) -> Running:
+        python = sys.executable if self.environment is None else rival_python(self.environment)
+        environment = os.environ | (TORCH_ENVIRONMENT if self.name.startswith("onbeat") else {})
+        return Running([python, str(RIVALS / self.script), json.dumps(self.settings | cell)], environment, log)
+
+
+class Running:
+    """A contender at work. Its output goes to a log, whose end is shown if it dies."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        self._log = log
+        began_s = time.monotonic()
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w")
+        )
+        self.versions = self._answer()
+        self.ready_s = time.monotonic() - began_s
+
+    def run(self, job: Figures) -> Figures:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Figures:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            raise RuntimeError(f"{self._process.args!r} ended:\n{self._log.read_text()[-3000:]}")
+        figures: Figures = json.loads(line)
+        return figures
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Results:
+    """The file of a benchmark: written after every run."""
+
+    def __init__(self, path: Path, again: bool) -> None:
+        self._path = path
+        self._content: Figures = {"machine": machine(), "results": []}
+        if path.exists() and not again:
+            found = json.loads(path.read_text())
+            if found["machine"] == self._content["machine"]:
+                self._content = found
+
+    def of(self, cell: Cell, contender: str) -> Figures:
+        for result in self._content["results"]:
+            if (result["cell"], result["contender"]) == (cell, contender):
+                found: Figures = result
+                return found
+        result = {"cell": cell, "contender": contender, "versions": {}, "runs": []}
+        self._content["results"].append(result)
+        return result
+
+    def add(self, cell: Cell, contender: str, versions: Figures, figures: Figures) -> None:
+        result = self.of(cell, contender)
+        result["versions"] = versions
+        result["runs"].append(figures)
+        self._write()
+
+    def note(self, **figures: Any) -> None:
+        """Something about the run as a whole."""
+        self._content |= figures
+        self._write()
+
+    def _write(self) -> None:
+        beside = self._path.with_suffix(".tmp")
+        beside.write_text(json.dumps(self._content, indent=1) + "\n")
+        beside.replace(self._path)
+
+
+def summary(values: Sequence[float]) -> str:
+    """Median, and the range the runs lay in."""
+    return f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
+
+
+def take_turns(
+    results: Results, cell: Cell, contenders: Iterable[Contender], jobs: Sequence[Figures], warm_up: Figures, logs: Path
+) -> None:
+    """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
+    start and to come up with something."""
+    missing = [c for c in contenders if len(results.of(cell, c.name)["runs"]) < len(jobs)]
+    running: dict[str, Running] = {}
+    try:
+        for contender in missing:
+            began_s = time.monotonic()
+            running[contender.name] = contender.start(cell, logs / f"{contender.name.replace(' ', '-')}.log")
+            running[contender.name].run(warm_up)
+            results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
+        for number, job in enumerate(jobs):
+            for contender in missing:
+                if len(results.of(cell, contender.name)["runs"]) <= number:
+                    it = running[contender.name]
+                    results.add(cell, contender.name, it.versions, it.run(job) | {"seed": job["seed"]})
+    finally:
+        for it in running.values():
+            it.close()

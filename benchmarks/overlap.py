@@ -1,0 +1,85 @@
+"""What overlapping generation and training gains, on one machine whose cores both sides share.
+
+    make bench-overlap
+
+SmolLM2-135M, groups of 8, prompts of about 45 tokens, up to 16 new ones.
+
+    balanced    32 groups, a reward that leaves no group without advantage: generation and training take about as long
+    short       8 groups, a KL to the reference
+
+The same period three ways: sync, each phase with all cores; sync, generator and trainer on a core each, as if they were
+devices of their own; periodic, as it is by default. And periodic in order of completion, which dispatch order must not
+be far from. One period, from the first publish to the end of the update. Writes docs/bench-overlap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT, Contender, Results, smollm2, summary, take_turns
+
+COMMON: dict[str, Any] = {
+    "schedule.periods": 1,
+    "algorithm.group_size": 8,
+    "sampling.max_new_tokens": 16,
+}
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "balanced": {"reward": "spread_out", "keys": {"schedule.prompts_per_period": 32}},
+    "short": {"reward": "right_sum", "keys": {"schedule.prompts_per_period": 8, "algorithm.beta": 0.02}},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "sync, all cores": {"schedule.mode": "sync"},
+    "sync, separated": {"schedule.mode": "sync", "generator.threads": 1, "trainer.threads": 1},
+    "periodic": {},
+    "periodic, completion order": {"schedule.order": "completion"},
+}
+TINY: dict[str, Any] = {"schedule.prompts_per_period": 1, "algorithm.group_size": 2, "sampling.max_new_tokens": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    model = smollm2()
+    results = Results(ROOT / "docs" / "bench-overlap.json", arguments.again)
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        for name, workload in WORKLOADS.items():
+            contenders = [
+                Contender(
+                    f"onbeat {way}",
+                    "train_onbeat.py",
+                    {"model": model, "reward": workload["reward"], "keys": COMMON | workload["keys"] | keys},
+                )
+                for way, keys in WAYS.items()
+            ]
+            jobs = [{"seed": seed} for seed in range(1, arguments.repeats + 1)]
+            take_turns(results, {"workload": name}, contenders, jobs, {"seed": 0, "keys": TINY}, Path(folder))
+            report(results, name)
+
+
+def report(results: Results, workload: str) -> None:
+    runs = {way: results.of({"workload": workload}, f"onbeat {way}")["runs"] for way in WAYS}
+    print(workload)
+    for way, found in runs.items():
+        waits = [
+            f"{side} waiting {summary([run[f'{side}_waiting_s'] for run in found])}"
+            for side in ("generators", "trainer")
+        ]
+        print(f"  {way:28} {summary([run['seconds'] for run in found]):22} s, {', '.join(waits)}")
+    median = {way: statistics.median(run["seconds"] for run in found) for way, found in runs.items()}
+    ways = ("periodic", "sync, all cores", "sync, separated")
+    rounds = list(zip(*(runs[way] for way in ways), strict=True))
+    fastest = sum(min(run["seconds"] for run in turn) == turn[0]["seconds"] for turn in rounds)
+    print(f"  periodic fastest in {fastest} of {len(rounds)}")
+    for way in ways[1:]:
+        print(f"  periodic : {way} {median[way] / median['periodic']:.2f}")
+    print(f"  dispatch : completion order {median['periodic'] / median['periodic, completion order']:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""bench-overlap, bench-trl: `onbeat train` with the keys of a cell; where the time of the measured periods went."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import contender
+
+import onbeat
+
+TASKS = Path(__file__).with_name("tasks.py")
+
+
+def prepare(settings: dict[str, Any]) -> contender.Run:
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+            overrides = {
+                "seed": job["seed"],
+                "run.dir": f"{folder}/run",
+                "model.path": settings["model"],
+                "data.path": f"{TASKS}:rows",
+                "reward.functions": [{"path": f"{TASKS}:{settings['reward']}"}],
+                **settings["keys"],
+                **job.get("keys", {}),
+            }
+            onbeat.train(overrides=overrides)
+            return figures(Path(folder) / "run")
+
+    return run
+
+
+def figures(run_dir: Path) -> dict[str, Any]:
+    """From the moment the first version was published to the end of the last update."""
+    events = json.loads((run_dir / "trace.json").read_text())
+    lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    spans = [(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
+    began_s = min(end for lane, _, _, end in spans if lane == "publish")
+    ended_s = max(end for lane, _, _, end in spans if lane.startswith("trainer"))
+    seconds = ended_s - began_s
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "seconds": seconds,
+        "periods": len(metrics),
+        "generated_tokens": sum(record["num_generated_tokens"] for record in metrics),
+        "trained_tokens": sum(record["num_trained_tokens"] for record in metrics),
+        "zero_variance_share": sum(record["zero_variance_share"] for record in metrics) / len(metrics),
+        "generators_waiting_s": seconds - covered(spans, "generator", began_s),
+        "trainer_waiting_s": seconds - covered(spans, "trainer", began_s),
+        "publishing_s": sum(end - begin for lane, _, begin, end in spans if lane == "publish" and begin >= began_s),
+    }
+
+
+def covered(spans: list[tuple[str, str, float, float]], lane: str, began_s: float) -> float:
+    """Seconds in which a lane of that kind was doing something."""
+    total, until = 0.0, began_s
+    for begin, end in sorted((begin, end) for name, _, begin, end in spans if name.startswith(lane)):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+if __name__ == "__main__":
+    contender.main(prepare, ["onbeat", "torch", "transformers"])

@@ -1,0 +1,67 @@
+"""bench-trl: TRL's GRPOTrainer on the same rows, rewards, group size and number of updates."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import Any
+
+import contender
+import tasks
+
+
+def prepare(settings: dict[str, Any]) -> contender.Run:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(settings["threads"])
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """The moments at which updates ended."""
+
+        def __init__(self) -> None:
+            self.ends_s: list[float] = []
+            self.began_s = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began_s = time.monotonic()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends_s.append(time.monotonic())
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as folder:
+            config = GRPOConfig(
+                output_dir=folder, use_cpu=True, bf16=False, fp16=False, report_to="none", save_strategy="no",
+                logging_steps=1, disable_tqdm=True, seed=job["seed"], max_steps=job["updates"],
+                per_device_train_batch_size=settings["micro_batch"],
+                gradient_accumulation_steps=settings["prompts"] * settings["group_size"] // settings["micro_batch"],
+                num_generations=settings["group_size"], max_completion_length=settings["max_new_tokens"],
+                beta=settings["beta"], temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-6,
+                gradient_checkpointing=False, dataloader_pin_memory=False,
+            )  # fmt: skip
+            trainer = GRPOTrainer(
+                model=model, reward_funcs=getattr(tasks, settings["reward"]), args=config,
+                train_dataset=Dataset.from_list(list(tasks.rows())), callbacks=[clock],
+                processing_class=AutoTokenizer.from_pretrained(settings["model"]),
+            )  # fmt: skip
+            trainer.train()
+            logged = [record for record in trainer.state.log_history if "completions/mean_length" in record]
+        return {
+            "seconds": clock.ends_s[-1] - clock.began_s,
+            "periods": len(clock.ends_s),
+            "mean_length": sum(record["completions/mean_length"] for record in logged) / len(logged),
+            "zero_variance_share": sum(record["frac_reward_zero_std"] for record in logged) / len(logged),
+        }
+
+    return run
+
+
+if __name__ == "__main__":
+    contender.main(prepare, ["trl", "torch", "transformers"])
