@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: setup demo test lint test-integration test-full bench-learning bench-train picture clean
+.PHONY: setup demo test lint test-integration test-full bench-learning bench-train bench-generate bench-overlap bench-trl \
+        picture clean
 
 setup: $(INSTALLED)
 
@@ -43,9 +44,21 @@ bench-learning: setup
 bench-train: setup
 	$(BIN)/python benchmarks/train.py
 
+# Tokens per second beside transformers and vLLM, into docs/bench-generate.json. Rivals are installed into .rivals/.
+bench-generate: setup
+	$(BIN)/python benchmarks/generate.py
+
+# Sync, sync on split cores and periodic, into docs/bench-overlap.json.
+bench-overlap: setup
+	$(BIN)/python benchmarks/overlap.py
+
+# Whole updates beside TRL's GRPOTrainer, into docs/bench-trl.json.
+bench-trl: setup
+	$(BIN)/python benchmarks/against_trl.py
+
 # docs/overlap.png, drawn from the trace of a real run.
 picture: setup
 	$(BIN)/python docs/draw_overlap.py
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .rivals runs

@@ -28,6 +28,7 @@ from transformers import (
 
 from onbeat.errors import InputError
 from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.rollout.head import PackedHead
 from onbeat.types import Completion, GroupRequest
 from tests.fakes.models import (
     ALL_ARCHITECTURES,
@@ -116,6 +117,38 @@ def run_together(
                 engine.cancel((one.stream, one.period, one.slot))
         found.update({(c.slot, c.sample): c for c in engine.step()})
     return found | drain(engine)
+
+
+@pytest.mark.parametrize("shape", [(49152, 576), (1000, 2048), (97, 65)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_row_of_the_packed_head_depends_on_that_row_alone(shape: tuple[int, int], threads: int) -> None:
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(shape[1], shape[0], bias=False)
+    head.weight.data = torch.randn(shape, generator=generator)
+    rows = torch.randn(80, shape[1], generator=generator)
+    with torch.inference_mode():
+        packed = PackedHead(head)
+        together = packed(rows)
+        for first, last in [(0, 1), (1, 3), (7, 10), (20, 24), (5, 37), (16, 80), (3, 80)]:
+            assert torch.equal(packed(rows[first:last]), together[first:last])
+        torch.testing.assert_close(together.double(), rows.double() @ head.weight.double().T, atol=2e-3, rtol=1e-5)
+
+
+def test_new_weights_reach_the_packed_head_with_their_version() -> None:
+    model = copy.deepcopy(tiny_model("qwen2"))
+    engine = Engine(model, max_sequences=4)
+    greedy = request(0, (3, 4, 5), 1, sampling(6, temperature=0.0))
+    engine.version = 0
+    engine.add(greedy)
+    before = drain(engine)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.neg_()
+    engine.version = 1
+    engine.add(greedy)
+    after = drain(engine)
+    assert before[0, 0].token_ids != after[0, 0].token_ids
+    assert after[0, 0].token_ids == generate_alone(model, greedy)[0, 0].token_ids
 
 
 def test_a_resent_sample_comes_out_as_the_first_time() -> None:

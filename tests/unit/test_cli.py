@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -105,8 +106,32 @@ def test_a_dry_run_says_which_models_there_will_be(
     Path("made/config.json").touch()
     assert main(["train", recipe, "--dry-run", *backdrop]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert any(line.endswith(models) for line in notes)
+    assert any(f" {models};" in line for line in notes)
     assert notes[0].endswith(f"({state})")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--generator.threads", "3"], "generators   1 processes; each 3 threads, as the recipe says"),
+        (["--trainer.threads", "0"], f"{len(os.sched_getaffinity(0))} threads: all cores, since a side that waits"),
+        (["--generator.max_sequences", "16", "--schedule.prompts_per_period", "9"], "take about 5 turns"),
+        (["--generator.max_sequences", "64", "--schedule.prompts_per_period", "8"], "overlap      LITTLE"),
+    ],
+)
+def test_a_dry_run_says_how_cores_and_groups_are_used_and_why(
+    recipe: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--dry-run", *flags]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_dry_run_does_not_call_the_overlap_little_where_groups_take_turns(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--generator.max_sequences", "32", "--schedule.prompts_per_period", "8", "--algorithm.group_size", "8"]
+    assert main(["train", recipe, "--dry-run", *flags]) == 0
+    assert "LITTLE" not in capsys.readouterr().out
 
 
 def test_config_lists_every_key_with_its_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
