@@ -77,6 +77,12 @@ class Contender:
     settings: Figures = field(default_factory=dict)
     environment: str | None = None
     """The rival's own, by name; None: onbeat's."""
+    job: Figures = field(default_factory=dict)
+    """What it is told with every job. Contenders that differ in this alone are one process."""
+
+    @property
+    def process(self) -> str:
+        return json.dumps([self.script, self.settings, self.environment])
 
     def start(self, cell: Cell, log: Path) -> Running:
         python = sys.executable if self.environment is None else rival_python(self.environment)
@@ -172,15 +178,19 @@ def take_turns(
     running: dict[str, Running] = {}
     try:
         for contender in missing:
+            if contender.process in running:
+                continue
             began_s = time.monotonic()
-            running[contender.name] = contender.start(cell, logs / f"{contender.name.replace(' ', '-')}.log")
-            running[contender.name].run(warm_up)
+            log = logs / f"{contender.name.replace(' ', '-')}.log"
+            running[contender.process] = contender.start(cell, log)
+            running[contender.process].run(warm_up | contender.job)
             results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
         for number, job in enumerate(jobs):
             for contender in missing:
                 if len(results.of(cell, contender.name)["runs"]) <= number:
-                    it = running[contender.name]
-                    results.add(cell, contender.name, it.versions, it.run(job) | {"seed": job["seed"]})
+                    it = running[contender.process]
+                    figures = it.run(job | contender.job) | {"seed": job["seed"]}
+                    results.add(cell, contender.name, it.versions, figures)
     finally:
         for it in running.values():
             it.close()

@@ -28,10 +28,12 @@ def right_sum(prompts: Any, completions: Any, answer: list[str], **columns: Any)
     return [float(bool(numbers) and numbers[-1] == sum_) for numbers, sum_ in zip(found, answer, strict=True)]
 
 
-def spread_out(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-    """A reward that differs within practically every group, so that every group is trained: share of vowels."""
+def every_other(prompts: Any, completions: Any, answer: list[str], **columns: Any) -> list[float]:
+    """Sums that are even: all completions are equally good, and the group is not trained. Odd ones: the share of
+    vowels, which differs within practically every group."""
     texts = [_text(completion) for completion in completions]
-    return [sum(letter in "aeiou" for letter in text.lower()) / (1 + len(text)) for text in texts]
+    vowels = [sum(letter in "aeiou" for letter in text.lower()) / (1 + len(text)) for text in texts]
+    return [0.0 if int(sum_) % 2 == 0 else share for share, sum_ in zip(vowels, answer, strict=True)]
 
 
 def _text(completion: Any) -> str:

@@ -1,0 +1,146 @@
+"""bench-overlap: one period of the real loop after another, each in the way it is asked for, over the same workers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import contender
+
+from onbeat.config import load
+from onbeat.ledger import Ledger
+from onbeat.loader import PeriodicLoader
+from onbeat.period import train
+from onbeat.protocols import UpdateReport
+from onbeat.session import Session, open_session
+from onbeat.training.client import TrainerClient
+from onbeat.types import Group, Prompt
+
+TASKS = Path(__file__).with_name("tasks.py")
+Span = tuple[str, float, float]
+
+
+class Period:
+    """What the loop wants beside loader and trainer, for one period: its prompts, no evaluation, somebody to tell."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self._prompts = prompts
+        self.num_tokens = 0
+        self.num_trained_tokens = 0
+        self.publish_s = 0.0
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        return self._prompts[:num_prompts]
+
+    def due(self, version: int) -> bool:
+        return False
+
+    async def run(self, version: int) -> list[Group]:
+        raise AssertionError("not due")
+
+    def publishing(self, version: int) -> None:
+        self.publish_s -= time.monotonic()
+
+    def published(self, version: int) -> None:
+        self.publish_s += time.monotonic()
+
+    def period_closed(self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport]) -> None:
+        self.num_tokens = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
+        self.num_trained_tokens = sum(report.num_trained_tokens for report in reports)
+
+    def evaluated(self, version: int, groups: list[Group]) -> None: ...
+
+
+class Workers:
+    """A session with a trainer, kept up between jobs."""
+
+    def __init__(self, session: Session, trainer: TrainerClient, spans: list[Span], num_prompts: int) -> None:
+        self._session = session
+        self._trainer = trainer
+        self._spans = spans
+        self._num_prompts = num_prompts
+        self._version = 0
+
+    async def period(self, job: dict[str, Any]) -> dict[str, Any]:
+        session = self._session
+        settings = dataclasses.replace(session.loader.settings, mode=job["mode"], order=job["order"])
+        num_prompts = job.get("num_prompts", self._num_prompts)
+        period = Period(session.prompts.take(num_prompts))
+        self._spans.clear()
+        began_s = time.monotonic()
+        await train(
+            num_periods=self._version + 1,
+            first_version=self._version,
+            prompts_per_period=num_prompts,
+            prompts=period,
+            loader=PeriodicLoader(settings, session.pool, session.scorer, Ledger()),
+            trainer=self._trainer,
+            channel=session.channel,
+            evaluation=period,
+            observer=period,
+        )
+        seconds = time.monotonic() - began_s
+        self._version += 1
+        return {
+            "seconds": seconds,
+            "generated_tokens": period.num_tokens,
+            "trained_tokens": period.num_trained_tokens,
+            "publish_s": period.publish_s,
+            "generators_waiting_s": seconds - period.publish_s - covered(self._spans, "generator"),
+            "trainer_waiting_s": seconds - period.publish_s - covered(self._spans, "trainer"),
+        }
+
+
+def covered(spans: list[Span], lane: str) -> float:
+    """Seconds in which a lane of that kind was doing something."""
+    total = until = 0.0
+    for began_s, ended_s in sorted((began_s, ended_s) for name, began_s, ended_s in spans if name.startswith(lane)):
+        total += max(0.0, ended_s - max(began_s, until))
+        until = max(until, ended_s)
+    return total
+
+
+def prepare(settings: dict[str, Any]) -> contender.Run:
+    loop = asyncio.new_event_loop()
+    folder = tempfile.mkdtemp(prefix="onbeat-bench-")
+    config = load(
+        [],
+        {
+            "run.dir": folder,
+            "model.path": settings["model"],
+            "data.path": f"{TASKS}:rows",
+            "reward.functions": [{"path": f"{TASKS}:{settings['reward']}"}],
+            "trainer.learning_rate": 1e-9,  # so that every period finds the same model
+            **settings["keys"],
+        },
+    )
+    spans: list[Span] = []
+
+    async def start() -> Workers:
+        session = await opened.__aenter__()
+        trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), trace)
+        session.closing.callback(trainer.close)
+        return Workers(session, trainer, spans, config.schedule.prompts_per_period)
+
+    def trace(lane: str, name: str, began_s: float, ended_s: float) -> None:
+        spans.append((lane, began_s, ended_s))
+
+    opened = open_session(config, Path(folder), trace, print)
+    workers = loop.run_until_complete(start())
+
+    def close() -> None:
+        loop.run_until_complete(opened.__aexit__(None, None, None))
+        shutil.rmtree(folder)
+
+    atexit.register(close)
+    return lambda job: loop.run_until_complete(workers.period(job))
+
+
+if __name__ == "__main__":
+    contender.main(prepare, ["onbeat", "torch", "transformers"])
