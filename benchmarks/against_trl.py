@@ -3,8 +3,8 @@
     make bench-trl
 
 `short`: SmolLM2-135M, 8 prompts of about 45 tokens in groups of 8, up to 16 new tokens, beta 0.02, the same rows,
-rewards and number of updates. Seconds per update, from the start of training to the end of the last update; loading
-and starting are left out on both sides. Writes docs/bench-trl.json.
+rewards and number of updates. Seconds per update up to the end of the last one: TRL's from the moment its trainer
+begins to train, onbeat's from the moment the generators hold their first weights. Writes docs/bench-trl.json.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
     contenders  ── A ─ B ─ C ─ A ─ B ─ C ─ …      one machine, one run, nobody else working
                         │
                         ▼
-    docs/NAME.json    per cell and contender: versions, every single run, median and spread
+    docs/NAME.json    per cell and contender: versions and every single run; medians and spread are printed
 
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
-turn. A benchmark that was interrupted goes on where it was: runs that are in the file are not made again (--again makes
-them).
+turn. A benchmark that was interrupted goes on where it was, if the code is still the same: runs that are in the file
+are not made again (--again makes them).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onbeat.environment import TORCH_ENVIRONMENT
+from onbeat.environment import ALLOCATOR_ENVIRONMENT, TORCH_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 RIVALS = Path(__file__).parent / "rivals"
@@ -40,8 +41,9 @@ def rival_python(name: str) -> str:
     if not (directory / ".installed").exists():
         print(f"installing {name} into {directory.relative_to(ROOT)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--requirement", str(RIVALS / f"{name}.txt")], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "torch==2.13.0"], check=True)
+        subprocess.run([*pip, "--no-deps", "--requirement", str(RIVALS / f"{name}.txt")], check=True)
         (directory / ".installed").touch()
     return str(python)
 
@@ -69,6 +71,17 @@ def machine() -> Figures:
     }
 
 
+def code() -> str:
+    """What is measured: the commit, and a digest of what differs from it in the code."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changes = git("diff", "HEAD", "--", "onbeat", "benchmarks")
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return commit + (f" with changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     name: str
@@ -86,7 +99,7 @@ class Contender:
 
     def start(self, cell: Cell, log: Path) -> Running:
         python = sys.executable if self.environment is None else rival_python(self.environment)
-        environment = os.environ | (TORCH_ENVIRONMENT if self.name.startswith("onbeat") else {})
+        environment = os.environ | (TORCH_ENVIRONMENT if self.environment is None else ALLOCATOR_ENVIRONMENT)
         return Running([python, str(RIVALS / self.script), json.dumps(self.settings | cell)], environment, log)
 
 
@@ -95,12 +108,10 @@ class Running:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
         self._log = log
-        began_s = time.monotonic()
         self._process = subprocess.Popen(
             command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w")
         )
         self.versions = self._answer()
-        self.ready_s = time.monotonic() - began_s
 
     def run(self, job: Figures) -> Figures:
         assert self._process.stdin is not None
@@ -132,10 +143,10 @@ class Results:
 
     def __init__(self, path: Path, again: bool) -> None:
         self._path = path
-        self._content: Figures = {"machine": machine(), "results": []}
+        self._content: Figures = {"machine": machine(), "code": code(), "results": []}
         if path.exists() and not again:
             found = json.loads(path.read_text())
-            if found["machine"] == self._content["machine"]:
+            if all(found.get(name) == self._content[name] for name in ("machine", "code")):
                 self._content = found
 
     def of(self, cell: Cell, contender: str) -> Figures:
@@ -180,6 +191,8 @@ def take_turns(
         for contender in missing:
             if contender.process in running:
                 continue
+            if contender.environment is not None:
+                rival_python(contender.environment)
             began_s = time.monotonic()
             log = logs / f"{contender.name.replace(' ', '-')}.log"
             running[contender.process] = contender.start(cell, log)

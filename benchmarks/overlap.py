@@ -79,8 +79,9 @@ def report(results: Results, workload: str) -> None:
     fastest = sum(min(run["seconds"] for run in turn) == turn[0]["seconds"] for turn in rounds)
     print(f"  periodic fastest in {fastest} of {len(rounds)}")
     for way in ways[1:]:
-        print(f"  periodic : {way} {median[way] / median['periodic']:.2f}")
-    print(f"  dispatch : completion order {median['periodic'] / median['periodic, completion order']:.2f}", flush=True)
+        print(f"  periodic is {median[way] / median['periodic']:.2f} times as fast as {way}")
+    late = median["periodic"] / median["periodic, completion order"] - 1
+    print(f"  dispatch order takes {100 * late:+.0f} % of the time in completion order", flush=True)
 
 
 if __name__ == "__main__":

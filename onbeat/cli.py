@@ -168,8 +168,8 @@ def _concurrency(config: Config) -> list[str]:
     groups = max(1, config.generator.max_sequences // size)
     at_once = min(total, groups * config.generator.count)
     notes = [
-        f"at once      {groups} groups of {size} in each generator: more would decode a little faster and finish "
-        "together, when the trainer has waited; fewer would starve the cores",
+        f"at once      {groups} groups of {size} in each generator, if its cache of {config.generator.cache_gib:g} GiB "
+        "holds them (generator.max_sequences): more use the cores better, fewer end earlier, one after another",
         f"in turns     the {total} groups of a period take about {-(-total // at_once)} turns",
     ]
     if config.schedule.mode == "periodic" and at_once == total:

@@ -3,7 +3,6 @@
 Two OpenMP processes that share cores need threads that neither spin (a waiting thread would take the core from the
 other process) nor fall asleep at once (waking one takes longer than most operations). torch's own runtime, libgomp, can
 do only one or the other; Intel's offers the same entry points, spins for a moment, and yields the core while it does.
-On 2 cores that made either side half as fast again while it had them for itself, and cost nothing while both worked.
 So it is loaded where it is installed (x86-64 Linux), and libgomp is told to be passive elsewhere. Neither changes a
 bit of the result.
 """
@@ -26,14 +25,14 @@ EXACT_ENVIRONMENT = {
 _THREADS_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "1"}
 """The first for libgomp, the second for Intel's runtime, where it has the last word."""
 
-_ALLOCATOR_ENVIRONMENT = {
+ALLOCATOR_ENVIRONMENT = {
     # Large buffers stay in the process instead of going back to the kernel after every operation: each return is paid
     # for with a page fault per 4 KiB when the memory is wanted again, a tenth of the time of a training step.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }
 
-TORCH_ENVIRONMENT = EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT | _ALLOCATOR_ENVIRONMENT
+TORCH_ENVIRONMENT = EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT | ALLOCATOR_ENVIRONMENT
 """For a process that is going to import torch; the allocator reads its part when the process starts."""
 
 

@@ -145,6 +145,8 @@ async def open_session(
             pool.add(generator)
             stack.callback(generator.close)
         check_room(pool, prompts, config.algorithm.group_size, sampling)
+        if held_out:
+            check_room(pool, held_out, 1, sampling)
         yield session
 
 

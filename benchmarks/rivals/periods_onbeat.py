@@ -71,6 +71,7 @@ class Workers:
         session = self._session
         settings = dataclasses.replace(session.loader.settings, mode=job["mode"], order=job["order"])
         num_prompts = job.get("num_prompts", self._num_prompts)
+        session.prompts.position = job["seed"] * self._num_prompts  # the same prompts, whatever way is next
         period = Period(session.prompts.take(num_prompts))
         self._spans.clear()
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""bench-overlap, bench-trl: `onbeat train` with the keys of a cell; where the time of the measured periods went."""
+"""bench-trl: `onbeat train` with the keys of a cell, and where the time of its periods went."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """From the moment the first version was published to the end of the last update."""
+    """From the moment the first version was published, when starting is over, to the end of the last update."""
     events = json.loads((run_dir / "trace.json").read_text())
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans = [(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]

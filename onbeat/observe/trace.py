@@ -1,8 +1,9 @@
 """trace.json in Chrome's trace format: open it in Perfetto or chrome://tracing.
 
-One lane (a "process" of the format) per generator, scorer, trainer rank and publish; what overlaps within a lane, such
-as the groups a generator decodes at once, gets rows of its own. Events are written as they happen, so a run that was
-killed leaves a trace that still opens (the format allows the closing bracket to be missing).
+One lane (a "process" of the format) per generator, scorer and trainer rank, one for publishing and one for the first
+tokens after it; what overlaps within a lane, such as the groups a generator decodes at once, gets rows of its own.
+Events are written as they happen, so a run that was killed leaves a trace that still opens (the format allows the
+closing bracket to be missing).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Batch invariance (R1) decides the shape of everything here. What a sequence beco
 tokens alone, so:
 - a prompt is cut into chunks at multiples of CHUNK_TOKENS, counted from its start;
 - samples of a group start together and are always of the same length: no key is padded, nothing is masked;
-- at least MIN_ROWS rows go through every matrix product, in attention too: smaller ones take another kernel.
+- at least MIN_ROWS rows go through every matrix product whose rows are counted by samples: fewer take another kernel.
+  (A sample's products with its own keys have a row per head that shares them: that is the model's, not the batch's.)
 tests/equivalence/test_batch_invariance.py holds this, because it rests on the libraries' kernels.
 """
 
@@ -81,8 +82,6 @@ class GroupCache:
             for _ in range(shape.num_layers)
         ]
         self._place(list(range(num_samples)))
-        for own in self.own if self.index is not None else ():
-            own[:, :, num_samples:] = 0.0  # rows that only fill up to MIN_ROWS
 
     def _place(self, alive: list[int]) -> None:
         self.alive = alive
@@ -104,14 +103,15 @@ class GroupCache:
         self._place(list(range(len(samples))))
 
     def write(self, layer: int, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> None:
-        """The keys and values of the next token of each sample."""
-        keys, values = self.own[layer][:, :, :, self.length]
+        """The keys and values of the next token of each sample; zeros for rows without one."""
+        here = self.own[layer][:, :, :, self.length]
         if self.index is None:
-            keys.copy_(k_KTD)
-            values.copy_(v_KTD)
+            here[0].copy_(k_KTD)
+            here[1].copy_(v_KTD)
         else:
-            keys.index_copy_(1, self.index, k_KTD)
-            values.index_copy_(1, self.index, v_KTD)
+            here.zero_()
+            here[0].index_copy_(1, self.index, k_KTD)
+            here[1].index_copy_(1, self.index, v_KTD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,8 +135,9 @@ class Pool:
             if job := self._jobs.get(key):
                 samples = tuple(sample for sample in job.missing if sample in owed)
                 self.counts.resent += len(samples)
-                self._queue(msgspec.structs.replace(job.request, samples=samples))
-                if (reason := self.why_never(job.request)) is not None:
+                left = msgspec.structs.replace(job.request, samples=samples)
+                self._queue(left)
+                if (reason := self.why_never(left)) is not None:
                     self._harvests[key[:2]].ready.put_nowait(InputError(reason))
         self._dispatch()
         if not self._members and self._jobs:

@@ -2,8 +2,8 @@
 
 A row's distribution is inverted at its draw in two looks: over the sums of blocks of the vocabulary, then inside one
 block. So the vocabulary is read by softmax and one sum, and never accumulated as a whole. A row's result depends on
-that row alone. What float32 rounds here is a share of 1e-7 of a probability; the sums that decide on which side of a
-draw a token lies are in float64.
+that row alone. Probabilities and the sums of a block are in float32, what is added up over blocks and inside the
+chosen one in float64: a draw is off by some 1e-7 of the distribution at most.
 """
 
 from __future__ import annotations

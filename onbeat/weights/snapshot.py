@@ -8,7 +8,7 @@ change a published version. The digest covers every byte; it guards against a to
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -101,8 +101,11 @@ class Mapped:
 
 
 def _populate(memory: mmap.mmap, how: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel before 5.14: pages come one by one
+    try:
         memory.madvise(how)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 5.14: pages come one by one
+            raise
 
 
 def _aligned(offset: int) -> int:

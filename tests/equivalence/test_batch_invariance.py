@@ -158,6 +158,23 @@ def test_a_resent_sample_comes_out_as_the_first_time() -> None:
     assert generate_alone(model, part)[3, 2] == generate_alone(model, whole)[3, 2]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "phi3"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_group_whose_samples_end_one_by_one_gives_each_what_it_gets_in_a_small_one(
+    architecture: str, threads: int
+) -> None:
+    """Rows are given back when half of them are empty; other group sizes do so at other moments, or never."""
+    torch.set_num_threads(threads)
+    model = tiny_model(architecture)
+    how = sampling(60, stops=STOPS)
+    prompt = tuple(range(3, 50))
+    whole = generate_alone(model, request(0, prompt, 12, how))
+    assert len({len(completion.token_ids) for completion in whole.values()}) > 4
+    for samples in [(0,), (1, 2, 3), (4, 5, 6, 7, 8), tuple(range(11)), (3, 6, 9, 11), (10, 2)]:
+        part = GroupRequest(stream="train", period=0, slot=0, samples=samples, token_ids=prompt, sampling=how)
+        assert generate_alone(model, part) == {name: whole[name] for name in whole if name[1] in samples}
+
+
 def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not() -> None:
     assert probe_row_invariance(tiny_model("llama")) is None
 

@@ -150,6 +150,7 @@ def test_the_worker_serves_what_it_has_activated_and_stamps_the_version() -> Non
 
 def test_the_worker_tells_its_first_token_of_a_version_and_how_many_there_are() -> None:
     ours, theirs = socket.socketpair()
+    ours.settimeout(60)
     ticks = itertools.count()
     worker = GeneratorWorker(
         Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30,
