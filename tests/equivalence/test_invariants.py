@@ -24,6 +24,7 @@ from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.protocols import Snapshot
 from onbeat.rollout.pool import Pool
+from onbeat.session import check_room
 from onbeat.types import Completion, Group, MicroBatch, Prompt, Rollout
 from onbeat.weights.memory import MemoryChannel
 from tests.fakes.roles import SAMPLING, FakeGenerator, FakeScorer, make_prompts
@@ -225,7 +226,54 @@ def test_a_group_that_fits_no_generator_is_refused_with_both_numbers() -> None:
         pool.serves("small", 0)
         await one_period(pool, Ledger())
 
-    with pytest.raises(InputError, match="a group of 3 fits no generator of 2 rows"):
+    with pytest.raises(InputError, match="a group of 3 completions fits no generator of 2 rows"):
+        run_virtual(main())
+
+
+HOLDS_TWO_PROMPT_TOKENS = 2 + 4 * SAMPLING.max_new_tokens
+
+
+def test_a_group_goes_to_a_generator_whose_cache_holds_it() -> None:
+    async def main() -> tuple[FakeGenerator, FakeGenerator]:
+        pool = Pool()
+        small, large = generator("small", cache_tokens=HOLDS_TWO_PROMPT_TOKENS), generator("large")
+        for worker in (small, large):
+            pool.add(worker)
+            worker.version = 0
+            pool.serves(worker.name, 0)
+        assert sum(len(batch.groups) for batch in await one_period(pool, Ledger(), prompts=15)) == 15
+        return small, large
+
+    small, large = run_virtual(main())
+    assert set(small.slots) <= {0, 1, 5, 6, 10, 11}  # those with prompts of one or two tokens
+    assert set(large.slots) >= {2, 3, 4, 7, 8, 9, 12, 13, 14}
+
+
+def test_a_group_that_only_a_dead_generator_could_hold_ends_the_period_with_what_it_needs() -> None:
+    async def main() -> None:
+        pool = Pool()
+        small = generator("small", cache_tokens=HOLDS_TWO_PROMPT_TOKENS)
+        large = generator("large", dies_after=1)
+        for worker in (small, large):
+            pool.add(worker)
+            worker.version = 0
+            pool.serves(worker.name, 0)
+        await one_period(pool, Ledger(), prompts=15)
+
+    with pytest.raises(InputError, match=r"after a prompt of \d needs .* GiB of cache, and generator.cache_gib gives"):
+        run_virtual(main())
+
+
+def test_a_prompt_whose_group_no_generator_could_hold_is_refused_by_name_before_the_first_period() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.add(generator("small", cache_tokens=HOLDS_TWO_PROMPT_TOKENS))
+        check_room(pool, make_prompts(2), 3, SAMPLING)
+        check_room(pool, make_prompts(3), 3, SAMPLING)
+
+    with pytest.raises(
+        InputError, match="prompt row-2: a group of 3 completions of up to 8 tokens after a prompt of 3"
+    ):
         run_virtual(main())
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from onbeat.admission import Room
 from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.ledger import Ledger
@@ -56,6 +57,7 @@ class FakeGenerator:
     rng: random.Random
     duplicate_share: float = 0.0
     late_share: float = 0.0
+    cache_tokens: int = 1000
     dies_after: int | None = None
     talks_after_death: bool = False
     version: int = -1
@@ -65,14 +67,16 @@ class FakeGenerator:
     num_repeated: int = 0
     served: list[tuple[int, int]] = field(default_factory=list)
     """(version active, version asked for) of every request."""
+    slots: list[int] = field(default_factory=list)
+    """It was asked for."""
     events: GeneratorEvents | None = None
 
     def attach(self, events: GeneratorEvents) -> None:
         self.events = events
 
     def why_never(self, request: GroupRequest) -> str | None:
-        samples = len(request.samples)
-        return f"a group of {samples} fits no generator of {self.capacity} rows" if samples > self.capacity else None
+        room = Room(max_sequences=self.capacity, cache_tokens=self.cache_tokens, bytes_per_token=1 << 20)
+        return room.why_never(request)
 
     async def stage(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(self.rng.random())
@@ -88,6 +92,7 @@ class FakeGenerator:
 
     def submit(self, request: GroupRequest) -> None:
         self.served.append((self.version, request.period))
+        self.slots.append(request.slot)
         loop = asyncio.get_running_loop()
         for sample in request.samples:
             loop.call_later(self.rng.uniform(0.1, 20.0), self._complete, fake_completion(request, sample, self.version))
