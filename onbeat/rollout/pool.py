@@ -135,10 +135,10 @@ class Pool:
             if job := self._jobs.get(key):
                 samples = tuple(sample for sample in job.missing if sample in owed)
                 self.counts.resent += len(samples)
-                left = msgspec.structs.replace(job.request, samples=samples)
-                self._queue(left)
-                if (reason := self.why_never(left)) is not None:
-                    self._harvests[key[:2]].ready.put_nowait(InputError(reason))
+                self._queue(msgspec.structs.replace(job.request, samples=samples))
+        for key, job in self._jobs.items():  # of all that is still wanted: could anybody left do it?
+            if (reason := self.why_never(msgspec.structs.replace(job.request, samples=job.missing))) is not None:
+                self._harvests[key[:2]].ready.put_nowait(InputError(reason))
         self._dispatch()
         if not self._members and self._jobs:
             for harvest in self._harvests.values():

@@ -249,11 +249,14 @@ def test_a_group_goes_to_a_generator_whose_cache_holds_it() -> None:
     assert set(large.slots) >= {2, 3, 4, 7, 8, 9, 12, 13, 14}
 
 
-def test_a_group_that_only_a_dead_generator_could_hold_ends_the_period_with_what_it_needs() -> None:
+@pytest.mark.parametrize("dies_after", [1, 6, 11])
+def test_a_group_that_only_a_dead_generator_could_hold_ends_the_period_with_what_it_needs(dies_after: int) -> None:
+    """Whether it had been sent to the dead one or was still waiting."""
+
     async def main() -> None:
         pool = Pool()
         small = generator("small", cache_tokens=HOLDS_TWO_PROMPT_TOKENS)
-        large = generator("large", dies_after=1)
+        large = generator("large", dies_after=dies_after)
         for worker in (small, large):
             pool.add(worker)
             worker.version = 0
