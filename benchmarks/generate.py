@@ -15,16 +15,16 @@ import argparse
 import random
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
-from harness import ROOT, Cell, Contender, Figures, Results, smollm2, summary, take_turns
+from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
 WAVES = 3
 LENGTHS = (8, 56)
 CELLS: list[Cell] = [{"threads": threads, "in_flight": n} for threads in (1, 2) for n in (32, 64)]
 PROMPTS = (45, 300)
+NUM_PARAMETERS = 134_515_008
 
 
 def main() -> None:
@@ -68,13 +68,7 @@ def gemm_limit(threads: int) -> float:
     import torch
 
     torch.set_num_threads(threads)
-    left, right = torch.randn(1536, 1536), torch.randn(1536, 1536)
-    best_s = float("inf")
-    for _ in range(10):
-        began_s = time.perf_counter()
-        torch.mm(left, right)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return round(2 * 1536**3 / best_s / (2 * 134_515_008), 1)
+    return round(gemm_flops() / (2 * NUM_PARAMETERS), 1)
 
 
 def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:

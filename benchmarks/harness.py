@@ -71,6 +71,19 @@ def machine() -> Figures:
     }
 
 
+def gemm_flops() -> float:
+    """Per second, of the best of some large float32 products: what the machine can do."""
+    import torch
+
+    left, right = torch.randn(1536, 1536), torch.randn(1536, 1536)
+    best_s = float("inf")
+    for _ in range(5):
+        began_s = time.perf_counter()
+        torch.mm(left, right)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return 2 * 1536**3 / best_s
+
+
 def code() -> str:
     """What is measured: the commit, and a digest of what differs from it in the code."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -26,9 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import ROOT, code, gemm_flops, machine, smollm2
+
 from onbeat.environment import TORCH_ENVIRONMENT, prepare_this_process
 
-ROOT = Path(__file__).parents[1]
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
 """(prompt tokens, group size, completion tokens)"""
 MEMORY_SHAPE = (512, 28, 128)
@@ -50,7 +50,7 @@ def main() -> int:
     if arguments.memory:
         print(peak_memory(arguments.memory, arguments.checkpointing))
         return 0
-    result = {"machine": machine(), "shapes": [], "elisions": {}, "memory_bytes": {}}
+    result = {"machine": machine(), "code": code(), "shapes": [], "elisions": {}, "memory_bytes": {}}
     model = load()
     if arguments.shape is not None:
         measure_shape(model, SHAPES[arguments.shape], arguments.repeats)
@@ -68,25 +68,13 @@ def main() -> int:
     return 0
 
 
-def machine() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    return {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), **versions}
-
-
 def load() -> Any:
     import torch
 
     from onbeat.device import load_model
-    from onbeat.model_source import make_model, model_directory
 
-    source = str(ROOT / "recipes" / "smollm2.py") + ":make_model"
-    directory = model_directory(source)
-    if not (directory / "config.json").is_file():
-        make_model(source, directory)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return load_model(str(directory)).train()
+    return load_model(smollm2()).train()
 
 
 def random_group(shape: tuple[int, int, int], vocabulary: int) -> Any:
@@ -206,19 +194,6 @@ def interleaved(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict
             if turn >= 2:
                 times[name].append(time.perf_counter() - start)
     return times, max(peaks)
-
-
-def gemm_flops() -> float:
-    """The best of some large float32 products."""
-    import torch
-
-    a, b = torch.randn(1536, 1536), torch.randn(1536, 1536)
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - began)
-    return float(2 * 1536**3 / best)
 
 
 def useful_flops(config: Any, shape: tuple[int, int, int]) -> float:
