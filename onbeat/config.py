@@ -155,9 +155,11 @@ class TrainerConfig(_Section):
 
 class DataConfig(_Section):
     path: SourcePath
-    """Rows with a `prompt`: a .jsonl file, or `file.py:function` yielding dicts."""
+    """Rows with a `prompt`: a .jsonl, .json or .csv file, or `file.py:function` yielding dicts."""
     eval_path: SourcePath | None = None
     """Held-out rows, evaluated greedily before and after training."""
+    columns: dict[str, str] = {}
+    """What the columns are called in the data, where it differs: { prompt = "question", answer = "info.answer" }."""
     shuffle: bool = True
     """Shuffle each epoch by the seed."""
     max_prompt_tokens: _Positive = 1024
@@ -374,6 +376,8 @@ def _toml_value(value: Any) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case tuple() | list():
             return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        case dict():
+            return "{ " + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
         case BaseModel():
             return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value) + " }"
         case _:

@@ -94,8 +94,9 @@ async def open_session(
         launcher = LocalLauncher(run_dir / "logs")
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
-        train_rows = read_rows(config.data.path)
-        held_out_rows = read_rows(config.data.eval_path, "data.eval_path") if config.data.eval_path else []
+        data = config.data
+        train_rows = read_rows(data.path, columns=data.columns)
+        held_out_rows = read_rows(data.eval_path, "data.eval_path", data.columns) if data.eval_path else []
         model_dir = await obtain_model(config.model.path, launcher)
         codec = Codec(model_dir)
         prompts, dropped = encode_rows(train_rows, codec, config.data.max_prompt_tokens)

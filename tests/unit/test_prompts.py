@@ -40,6 +40,67 @@ def test_a_jsonl_file_gives_its_rows_in_order_and_blank_lines_are_nothing(tmp_pa
     assert read_rows(write(tmp_path / "rows.jsonl", "\n".join(lines))) == rows
 
 
+def test_json_and_csv_files_give_their_rows_in_order(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a "b", c\n日本', "answer": ""}]
+    assert read_rows(write(tmp_path / "rows.json", json.dumps(rows))) == rows
+    text = '\ufeffprompt,answer\r\n1+1=,2\r\n"a ""b"", c\n日本",\r\n'
+    with (tmp_path / "rows.csv").open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+    assert read_rows(str(tmp_path / "rows.csv")) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("one.json", '{"prompt": "x"}', " holds one dict, not a list of rows"),
+        ("bad.json", "[{]", " is not JSON: Expecting property name"),
+        ("few.csv", "prompt,answer\n1,2\n3\n", ", line 3 has not as many fields as the first line"),
+        ("many.csv", "prompt,answer\n1,2,3\n", ", line 2 has not as many fields as the first line"),
+        ("open.csv", 'prompt\n"1', ", line 2 is not CSV: unexpected end of data"),
+        ("none.csv", "prompt,answer\n", " has no rows"),
+    ],
+)
+def test_a_file_that_is_not_what_it_is_called_is_refused_with_the_line(
+    tmp_path: Path, name: str, text: str, complaint: str
+) -> None:
+    source = write(tmp_path / name, text)
+    assert refusal(source).startswith(f"{source}{complaint}")
+
+
+def test_columns_of_another_layout_are_named_by_a_map_and_keep_their_own_names_too(tmp_path: Path) -> None:
+    row = {"question": "1+1=", "reward_model": {"ground_truth": "2"}, "a.b": 3}
+    source = write(tmp_path / "rows.jsonl", json.dumps(row))
+    columns = {"prompt": "question", "answer": "reward_model.ground_truth", "n": "a.b"}
+    assert read_rows(source, columns=columns) == [row | {"prompt": "1+1=", "answer": "2", "n": 3}]
+    with pytest.raises(
+        InputError, match=r"row 1 has no 'reward_model.truth' \(data.columns\); its columns are \['a.b'"
+    ):
+        read_rows(source, columns={"prompt": "reward_model.truth"})
+
+
+@given(
+    st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["prompt", "role", "content", "x"]), inner),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+@settings(max_examples=200)
+def test_a_fuzzed_row_is_taken_or_refused_by_its_number(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
+) -> None:
+    source = write(tmp_path_factory.getbasetemp() / "fuzz.jsonl", "\n".join(map(json.dumps, rows)))
+    try:
+        assert len(read_rows(source)) == len(rows)
+    except InputError as error:
+        number = int(str(error).removeprefix(f"{source}, row ").split(maxsplit=1)[0].rstrip(":"))
+        with pytest.raises(InputError):
+            read_rows(write(tmp_path_factory.getbasetemp() / "one.jsonl", json.dumps(rows[number - 1])))
+
+
 def test_a_function_gives_its_rows_in_order(tmp_path: Path) -> None:
     file = write(
         tmp_path / "rows.py",
@@ -102,7 +163,7 @@ def test_a_function_that_fails_is_named(tmp_path: Path, body: str, complaint: st
 def test_a_source_without_rows_or_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", "\n\n")
     assert refusal(empty) == f"{empty} has no rows"
-    assert refusal("rows.xml") == "data.path = 'rows.xml' is neither a .jsonl file nor file.py:function"
+    assert refusal("rows.xml") == "data.path = 'rows.xml' is neither a .jsonl, .json, .csv file nor file.py:function"
     assert refusal(str(tmp_path / "no.jsonl")).startswith(f"cannot read {tmp_path / 'no.jsonl'}: ")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     assert refusal(str(tmp_path / "latin.jsonl")).startswith(f"cannot read {tmp_path / 'latin.jsonl'}: ")
