@@ -5,11 +5,12 @@
 SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward, all cores, in the
 workers' environment. Replicated: the model's own forward over a batch of the group's completions, logits at completion
 positions only, torch's own backward. Shared: onbeat's, as many groups in a micro-batch as trainer.pack_tokens puts
-there; the time is that of one group. The best of interleaved turns. Writes docs/bench-train.json.
+there; the time is that of one group. Medians of interleaved turns. Writes docs/bench-train.json.
 
 Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is that of large
-matrix products between the turns of the same run. Peak memory is that of a process that trains 4,096 packed
-tokens, with the head in chunks and with all logits built, gradient checkpointing off and on.
+matrix products just before and just after the turn: the machine is not equally fast in every minute. Peak memory is
+that of a process that trains 4,096 packed tokens, with the head in chunks and with all logits built, gradient
+checkpointing off and on, in the environment workers get then.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from harness import ROOT, code, gemm_flops, machine, smollm2
 
-from onbeat.environment import TORCH_ENVIRONMENT, prepare_this_process
+from onbeat.environment import prepare_this_process, torch_environment
 
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
 """(prompt tokens, group size, completion tokens)"""
@@ -43,9 +45,10 @@ def main() -> int:
     parser.add_argument("--shape", type=int, help="only the n-th shape, nothing written")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     arguments = parser.parse_args()
-    if any(os.environ.get(key) != value for key, value in TORCH_ENVIRONMENT.items()):
+    if not os.environ.get("MKL_CBWR"):
         # Before torch is imported: in an environment like the workers'.
-        return subprocess.run([sys.executable, *sys.argv], env=os.environ | TORCH_ENVIRONMENT, check=False).returncode
+        environment = os.environ | torch_environment(compact=arguments.checkpointing)
+        return subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
     prepare_this_process()
     if arguments.memory:
         print(peak_memory(arguments.memory, arguments.checkpointing))
@@ -60,7 +63,10 @@ def main() -> int:
     for checkpointing in (False, True):
         for how in ("chunked", "all logits"):
             flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
-            done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=True)
+            environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
+            done = subprocess.run(
+                [sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True
+            )
             name = f"{how}, checkpointing {'on' if checkpointing else 'off'}"
             result["memory_bytes"][name] = int(done.stdout.split()[-1])
             print(f"peak memory, {name}: {result['memory_bytes'][name] / 2**30:.2f} GiB", flush=True)
@@ -117,16 +123,19 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
         share_prompts(model)
         backward(completion_logprobs(model, packed, 1.0)[0], packed)
 
-    times, peak = interleaved({"replicated": replicated, "shared": shared}, repeats)
+    times, peaks = interleaved({"replicated": replicated, "shared": shared}, repeats)
     times["shared"] = [seconds / in_pack for seconds in times["shared"]]
-    best = {name: min(values) for name, values in times.items()}
+    middle = {name: median(values) for name, values in times.items()}
     token_ratio = size * (prompt + length) / (prompt + size * length)
-    ratio = best["replicated"] / best["shared"]
-    share = useful_flops(model.config, shape) / best["shared"] / peak
+    ratio = median(a / b for a, b in zip(times["replicated"], times["shared"], strict=True))
+    useful = useful_flops(model.config, shape)
+    shares = [useful / seconds / peak for seconds, peak in zip(times["shared"], peaks["shared"], strict=True)]
+    share = median(shares)
     print(
-        f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {best['replicated']:.2f} s, "
-        f"shared {best['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.0f} % of the token ratio "
-        f"{token_ratio:.2f}; useful FLOPS {100 * share:.0f} % of the GEMM peak ({peak / 1e9:.0f} GFLOPS)",
+        f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {middle['replicated']:.2f} s, "
+        f"shared {middle['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.0f} % of the token ratio "
+        f"{token_ratio:.2f}; useful FLOPS {100 * share:.0f} % of the GEMM peak "
+        f"({100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} turns)",
         flush=True,
     )
     return {
@@ -138,8 +147,8 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
         "ratio": ratio,
         "of_token_ratio": ratio / token_ratio,
         "token_ratio": token_ratio,
-        "gemm_peak_flops": peak,
-        "useful_share_of_peak": share,
+        "gemm_peak_flops": peaks["shared"],
+        "useful_shares_of_peak": shares,
     }
 
 
@@ -162,7 +171,7 @@ def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
             completion_logprobs(model, layout, 1.0)
 
     times, _ = interleaved({"forward and backward": train, "one more forward": forward_only}, repeats)
-    whole, forward = (min(values) for values in times.values())
+    whole, forward = (median(values) for values in times.values())
     result["elisions"] = {
         "seconds": times,
         "old not run": forward / (whole + forward),
@@ -176,24 +185,28 @@ def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
     )
 
 
-def interleaved(ways: dict[str, Callable[[], None]], repeats: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of each way, A B A B …, after two unmeasured turns (memory); and the FLOPS of the machine meanwhile.
+def interleaved(
+    ways: dict[str, Callable[[], None]], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Per way, A B A B …, after two unmeasured turns (memory): seconds of each turn, FLOPS of the machine around it.
 
     At least `repeats` turns, and up to three times as many if they are short.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    peaks = []
+    peaks: dict[str, list[float]] = {name: [] for name in ways}
     began = time.perf_counter()
     for turn in range(2 + 3 * repeats):
         if turn >= 2 + repeats and time.perf_counter() - began > ENOUGH_S:
             break
         for name, way in ways.items():
-            peaks.append(gemm_flops())
+            before = gemm_flops()
             start = time.perf_counter()
             way()
+            seconds = time.perf_counter() - start
             if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    return times, max(peaks)
+                times[name].append(seconds)
+                peaks[name].append((before + gemm_flops()) / 2)
+    return times, peaks
 
 
 def useful_flops(config: Any, shape: tuple[int, int, int]) -> float:

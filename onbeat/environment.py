@@ -36,6 +36,25 @@ TORCH_ENVIRONMENT = EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT | ALLOCATOR_ENVIRON
 """For a process that is going to import torch; the allocator reads its part when the process starts."""
 
 
+def torch_environment(*, compact: bool) -> dict[str, str]:
+    """For a process that is going to import torch; `compact` where memory matters more than a tenth of the time.
+
+    glibc before 2.38 cannot use the hole an aligned buffer left for another of the same size. Where buffers that stay
+    lie between such holes (a layer's kept input under checkpointing, between the layer's temporaries), each pass takes
+    nearly all of its memory anew: measured, 4.7 GiB instead of 1.8. oneTBB's allocator has no such weakness, but gives
+    back more than it should and faults it in again.
+    """
+    return TORCH_ENVIRONMENT | (_compact_allocator() if compact else {})
+
+
+def _compact_allocator() -> dict[str, str]:
+    names = ("libtbbmalloc.so.2", "libtbbmalloc_proxy.so.2")
+    paths = [str(path) for name in names if (path := _installed("tbb", name))]
+    if len(paths) < len(names) or any(mark in path for path in paths for mark in ": "):
+        return {}  # the loader's list knows no quoting
+    return {"LD_PRELOAD": ":".join([*paths, *filter(None, [os.environ.get("LD_PRELOAD")])])}
+
+
 def prepare_this_process() -> None:
     """Before torch is imported: the environment, and the OpenMP runtime torch is to find."""
     os.environ.update(EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT)
@@ -57,11 +76,16 @@ def start_openmp() -> None:
         Path(f"/dev/shm/__KMP_REGISTERED_LIB_{os.getpid()}_{os.getuid()}").unlink(missing_ok=True)
 
 
-@functools.cache
 def _openmp_runtime() -> Path | None:
-    """Where Intel's OpenMP runtime is installed."""
+    """Intel's."""
+    return _installed("intel-openmp", "libiomp5.so")
+
+
+@functools.cache
+def _installed(package: str, library: str) -> Path | None:
+    """Where a package's library stands; both packages exist for x86-64 Linux alone."""
     try:
-        files = metadata.files("intel-openmp") or []
+        files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
         return None
-    return next((Path(str(file.locate())) for file in files if file.name == "libiomp5.so"), None)
+    return next((Path(str(file.locate())).resolve() for file in files if file.name == library), None)

@@ -16,14 +16,14 @@ from pathlib import Path
 from msgspec import structs
 
 from onbeat.cluster.local import LocalLauncher
-from onbeat.config import Config
+from onbeat.config import Config, DataConfig
 from onbeat.errors import InputError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.messages import WorkerSettings
 from onbeat.model_source import obtain_model
 from onbeat.prompts.codec import Codec
-from onbeat.prompts.rows import read_rows
+from onbeat.prompts.rows import Row, read_rows
 from onbeat.prompts.source import PromptCursor, encode_rows
 from onbeat.protocols import Launcher, Tracer
 from onbeat.reward.scorer import RewardScorer
@@ -91,27 +91,15 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Start everything that generates and scores; end it, whatever happens inside."""
     async with AsyncExitStack() as stack:
-        launcher = LocalLauncher(run_dir / "logs")
+        launcher = LocalLauncher(run_dir / "logs", compact=config.trainer.gradient_checkpointing)
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
-        data = config.data
-        train_rows = read_rows(data.path, columns=data.columns)
-        held_out_rows = read_rows(data.eval_path, "data.eval_path", data.columns) if data.eval_path else []
+        rows = read_data(config.data)  # before the model: its mistakes show soonest
         model_dir = await obtain_model(config.model.path, launcher)
         codec = Codec(model_dir)
-        prompts, dropped = encode_rows(train_rows, codec, config.data.max_prompt_tokens)
-        held_out: list[Prompt] = []
-        if held_out_rows:
-            held_out, also_dropped = encode_rows(held_out_rows, codec, config.data.max_prompt_tokens)
-            dropped += also_dropped
+        prompts, held_out, dropped = rows.encode(codec, config.data.max_prompt_tokens)
         check_lengths(codec, prompts + held_out, config.sampling.max_new_tokens)
-        sampling = Sampling(
-            temperature=config.sampling.temperature,
-            max_new_tokens=config.sampling.max_new_tokens,
-            stop_token_ids=codec.stop_token_ids,
-            seed=config.seed,
-            stop=config.sampling.stop,
-        )
+        sampling = sampling_of(config, codec)
         scorer = RewardScorer(
             launcher,
             config.reward.functions,
@@ -139,16 +127,48 @@ async def open_session(
             sampling=sampling,
             closing=stack,
         )
-        names = [f"generator-{number}" for number in range(config.generator.count)]
-        starts = [EmbeddedGenerator.start(launcher, session.worker_settings(name)) for name in names]
-        generators, _ = await asyncio.gather(asyncio.gather(*starts), scorer.start())
-        for generator in generators:
-            pool.add(generator)
-            stack.callback(generator.close)
+        await asyncio.gather(start_generators(session), scorer.start())
         check_room(pool, prompts, config.algorithm.group_size, sampling)
         if held_out:
             check_room(pool, held_out, 1, sampling)
         yield session
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    train: list[Row]
+    held_out: list[Row]
+
+    def encode(self, codec: Codec, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt], list[str]]:
+        """Prompts to train on, held-out prompts, ids of those left out for their length."""
+        prompts, dropped = encode_rows(self.train, codec, max_prompt_tokens)
+        if not self.held_out:
+            return prompts, [], dropped
+        held_out, also_dropped = encode_rows(self.held_out, codec, max_prompt_tokens)
+        return prompts, held_out, dropped + also_dropped
+
+
+def read_data(data: DataConfig) -> _Rows:
+    held_out = read_rows(data.eval_path, "data.eval_path", data.columns) if data.eval_path else []
+    return _Rows(read_rows(data.path, columns=data.columns), held_out)
+
+
+def sampling_of(config: Config, codec: Codec) -> Sampling:
+    return Sampling(
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop_token_ids=codec.stop_token_ids,
+        seed=config.seed,
+        stop=config.sampling.stop,
+    )
+
+
+async def start_generators(session: Session) -> None:
+    names = [f"generator-{number}" for number in range(session.config.generator.count)]
+    starts = [EmbeddedGenerator.start(session.launcher, session.worker_settings(name)) for name in names]
+    for generator in await asyncio.gather(*starts):
+        session.pool.add(generator)
+        session.closing.callback(generator.close)
 
 
 def check_lengths(codec: Codec, prompts: list[Prompt], max_new_tokens: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
-from onbeat.environment import TORCH_ENVIRONMENT
+from onbeat.environment import torch_environment
 from onbeat.errors import WireError, WorkerError
 from onbeat.wire import Connection
 
@@ -75,7 +75,7 @@ class _Starting:
 class _Server:
     """One fork server and the workers it forked."""
 
-    def __init__(self, name: str, preload: tuple[str, ...], log_dir: Path) -> None:
+    def __init__(self, name: str, preload: tuple[str, ...], log_dir: Path, environment: dict[str, str]) -> None:
         self._log = log_dir / f"{name}.log"
         self._log_dir = log_dir
         ours, theirs = socket.socketpair()
@@ -83,7 +83,7 @@ class _Server:
             fds = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "onbeat.cluster.forkserver", *fds, "--preload", *preload],
-                env=os.environ | (TORCH_ENVIRONMENT if preload else {}),
+                env=os.environ | environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -154,9 +154,11 @@ class _Server:
 
 
 class LocalLauncher:
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, *, compact: bool = False) -> None:
+        """`compact`: workers with torch take as little memory as they can (environment.py)."""
         log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
+        self._compact = compact
         self._servers: dict[bool, _Server] = {}
 
     def prepare(self, *, uses_torch: bool) -> None:
@@ -171,8 +173,12 @@ class LocalLauncher:
 
     def _server(self, uses_torch: bool) -> _Server:
         if uses_torch not in self._servers:
-            name, preload = ("forkserver-torch", _TORCH_PRELOAD) if uses_torch else ("forkserver-plain", ())
-            self._servers[uses_torch] = _Server(name, preload, self._log_dir)
+            if uses_torch:
+                environment = torch_environment(compact=self._compact)
+                server = _Server("forkserver-torch", _TORCH_PRELOAD, self._log_dir, environment)
+            else:
+                server = _Server("forkserver-plain", (), self._log_dir, {})
+            self._servers[uses_torch] = server
         return self._servers[uses_torch]
 
     async def close(self) -> None:
