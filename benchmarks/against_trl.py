@@ -9,13 +9,12 @@ begins to train, onbeat's from the moment the generators hold their first weight
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Results, smollm2, summary, take_turns
+from harness import ROOT, Contender, Results, parser, smollm2, summary, take_turns
 
 UPDATES = 3
 CELL: dict[str, Any] = {"workload": "short"}
@@ -30,10 +29,7 @@ TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = parser(repeats=3).parse_args()
     model = smollm2()
     trl = {
         "model": model, "reward": "right_sum", "threads": 2, "prompts": 8, "group_size": 8, "max_new_tokens": 16,

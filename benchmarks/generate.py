@@ -11,13 +11,12 @@ log-probabilities, which is to the others' advantage. Writes docs/bench-generate
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import tempfile
 from pathlib import Path
 
-from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, smollm2, summary, take_turns
+from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, parser, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
 WAVES = 3
@@ -28,11 +27,9 @@ NUM_PARAMETERS = 134_515_008
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="*", help="contenders, by name")
-    arguments = parser.parse_args()
+    flags = parser(repeats=3)
+    flags.add_argument("--only", nargs="*", help="contenders, by name")
+    arguments = flags.parse_args()
     model = smollm2()
     contenders = [
         Contender("onbeat", "generate_onbeat.py", {"model": model}),

@@ -12,6 +12,7 @@ are not made again (--again makes them).
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -46,6 +47,14 @@ def rival_python(name: str) -> str:
         subprocess.run([*pip, "--no-deps", "--requirement", str(RIVALS / f"{name}.txt")], check=True)
         (directory / ".installed").touch()
     return str(python)
+
+
+def parser(repeats: int) -> argparse.ArgumentParser:
+    """The flags every benchmark with contenders has."""
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--again", action="store_true", help="forget the runs that are there")
+    flags.add_argument("--repeats", type=int, default=repeats)
+    return flags
 
 
 def smollm2() -> str:

@@ -16,13 +16,12 @@ rate is next to nothing, so that all periods find the same model. Writes docs/be
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Results, smollm2, summary, take_turns
+from harness import ROOT, Contender, Results, parser, smollm2, summary, take_turns
 
 COMMON: dict[str, Any] = {"algorithm.group_size": 8, "sampling.max_new_tokens": 16}
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -41,10 +40,7 @@ WARM_UP_GROUPS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = parser(repeats=5).parse_args()
     model = smollm2()
     results = Results(ROOT / "docs" / "bench-overlap.json", arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:

@@ -1,10 +1,13 @@
-"""Draws docs/overlap.png: one period of the arithmetic recipe, step by step and periodic, from the traces of real runs.
+"""Draws docs/overlap.png: a period of the arithmetic recipe, step by step and periodic, from the traces of real runs.
 
-make picture
+    make picture
+
+Of each run's later periods, the one of median length: a single one may have had bad luck.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -19,9 +22,10 @@ import matplotlib.pyplot as plt
 import onbeat
 
 ROOT = Path(__file__).parents[1]
-PERIOD = 6
+SETTLED = 5
+"""Periods before this one are not drawn: processes warm up."""
 SETTINGS = {
-    "schedule.periods": 8,
+    "schedule.periods": 36,
     "schedule.prompts_per_period": 16,
     "generator.max_sequences": 16,
     "trainer.pack_tokens": 1,
@@ -38,7 +42,7 @@ class Span(NamedTuple):
 
 
 def run(mode: str, folder: Path) -> list[Span]:
-    """The spans of one period of a real run, its publish at time 0."""
+    """The spans of a real run's median period, its publish at time 0."""
     run_dir = folder / mode
     overrides = {**SETTINGS, "schedule.mode": mode, "run.dir": str(run_dir)}
     onbeat.train(str(ROOT / "recipes" / "arithmetic.toml"), overrides=overrides)
@@ -49,13 +53,20 @@ def run(mode: str, folder: Path) -> list[Span]:
         for e in events
         if e["ph"] == "X"
     ]
-    opens = {span.name: span.began_ms for span in spans if span.lane == "publish"}
-    first, last = opens[f"version {PERIOD}"], opens[f"version {PERIOD + 1}"]
-    return [
-        span._replace(began_ms=span.began_ms - first, ended_ms=span.ended_ms - first)
-        for span in spans
-        if first <= span.began_ms < last
+    opens = sorted(span.began_ms for span in spans if span.lane == "publish")[SETTLED:]
+    periods = [
+        [
+            span._replace(began_ms=span.began_ms - first, ended_ms=span.ended_ms - first)
+            for span in spans
+            if first <= span.began_ms < last
+        ]
+        for first, last in itertools.pairwise(opens)
     ]
+    return sorted(periods, key=length_ms)[len(periods) // 2]
+
+
+def length_ms(spans: list[Span]) -> float:
+    return max(span.ended_ms for span in spans)
 
 
 def draw(axis: plt.Axes, spans: list[Span], title: str) -> None:
@@ -86,8 +97,7 @@ def main() -> None:
         shutil.rmtree(folder)
     figure, axes = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, layout="constrained")
     for axis, (mode, spans) in zip(axes, periods.items(), strict=True):
-        length_ms = max(span.ended_ms for span in spans)
-        draw(axis, spans, f'schedule.mode = "{mode}": {length_ms:.0f} ms')
+        draw(axis, spans, f'schedule.mode = "{mode}": {length_ms(spans):.0f} ms')
     axes[-1].set_xlabel("ms since the period opened; each bar is one group (in training: one micro-batch)")
     figure.savefig(ROOT / "docs" / "overlap.png", dpi=130)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import contender
+from spans import Span, covered
 
 from onbeat.config import load
 from onbeat.ledger import Ledger
@@ -23,7 +24,6 @@ from onbeat.training.client import TrainerClient
 from onbeat.types import Group, Prompt
 
 TASKS = Path(__file__).with_name("tasks.py")
-Span = tuple[str, float, float]
 
 
 class Period:
@@ -96,15 +96,6 @@ class Workers:
             "generators_waiting_s": seconds - period.publish_s - covered(self._spans, "generator"),
             "trainer_waiting_s": seconds - period.publish_s - covered(self._spans, "trainer"),
         }
-
-
-def covered(spans: list[Span], lane: str) -> float:
-    """Seconds in which a lane of that kind was doing something."""
-    total = until = 0.0
-    for began_s, ended_s in sorted((began_s, ended_s) for name, began_s, ended_s in spans if name.startswith(lane)):
-        total += max(0.0, ended_s - max(began_s, until))
-        until = max(until, ended_s)
-    return total
 
 
 def prepare(settings: dict[str, Any]) -> contender.Run:

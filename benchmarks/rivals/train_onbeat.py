@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import contender
+from spans import Span, covered
 
 import onbeat
 
@@ -36,9 +37,9 @@ def figures(run_dir: Path) -> dict[str, Any]:
     """From the moment the first version was published, when starting is over, to the end of the last update."""
     events = json.loads((run_dir / "trace.json").read_text())
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    spans = [(lanes[e["pid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
-    began_s = min(end for lane, _, _, end in spans if lane == "publish")
-    ended_s = max(end for lane, _, _, end in spans if lane.startswith("trainer"))
+    spans: list[Span] = [(lanes[e["pid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
+    began_s = min(end for lane, _, end in spans if lane == "publish")
+    ended_s = max(end for lane, _, end in spans if lane.startswith("trainer"))
     seconds = ended_s - began_s
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
@@ -49,17 +50,8 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "zero_variance_share": sum(record["zero_variance_share"] for record in metrics) / len(metrics),
         "generators_waiting_s": seconds - covered(spans, "generator", began_s),
         "trainer_waiting_s": seconds - covered(spans, "trainer", began_s),
-        "publishing_s": sum(end - begin for lane, _, begin, end in spans if lane == "publish" and begin >= began_s),
+        "publishing_s": sum(end - begin for lane, begin, end in spans if lane == "publish" and begin >= began_s),
     }
-
-
-def covered(spans: list[tuple[str, str, float, float]], lane: str, began_s: float) -> float:
-    """Seconds in which a lane of that kind was doing something."""
-    total, until = 0.0, began_s
-    for begin, end in sorted((begin, end) for name, _, begin, end in spans if name.startswith(lane)):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 if __name__ == "__main__":

@@ -36,3 +36,13 @@ def test_the_arithmetic_recipe_gains_at_least_30_points_and_leaves_a_whole_run(t
     tokenizer = AutoTokenizer.from_pretrained(result.model_path)
     answer = model.generate(**tokenizer("27+15=", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4)
     assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("27+15=")
+
+
+def test_a_completion_ends_with_the_first_of_the_recipes_stop_strings(tmp_path: Path) -> None:
+    """The tiny model of the recipe answers with digits: if each of them stops it, answers have one token."""
+    few = {"schedule.periods": 2, "run.dir": str(tmp_path / "free")}
+    stopping = few | {"sampling.stop": list("0123456789"), "run.dir": str(tmp_path / "stopping")}
+    free, stopped = (onbeat.train(RECIPE, overrides=keys).metrics for keys in (few, stopping))
+    assert all(record["completion_tokens_mean"] > 1.5 for record in free)
+    assert all(record["completion_tokens_mean"] < 1.2 for record in stopped)
+    assert all(record["truncated_share"] < 0.2 for record in stopped)
