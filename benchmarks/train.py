@@ -53,13 +53,21 @@ def main() -> int:
     if arguments.memory:
         print(peak_memory(arguments.memory, arguments.checkpointing))
         return 0
-    result = {"machine": machine(), "code": code(), "shapes": [], "elisions": {}, "memory_bytes": {}}
-    model = load()
     if arguments.shape is not None:
-        measure_shape(model, SHAPES[arguments.shape], arguments.repeats)
+        measure_shape(load(), SHAPES[arguments.shape], arguments.repeats)
         return 0
+    # Memory first: what follows keeps most of the machine's to itself.
+    result = {"machine": machine(), "code": code(), "memory_bytes": measure_memory(), "shapes": [], "elisions": {}}
+    model = load()
     result["shapes"] = [measure_shape(model, shape, arguments.repeats) for shape in SHAPES]
     measure_elisions(result, model, arguments.repeats)
+    (ROOT / "docs" / "bench-train.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def measure_memory() -> dict[str, int]:
+    """Peak bytes of a process of its own, for each way to train MEMORY_SHAPE."""
+    found: dict[str, int] = {}
     for checkpointing in (False, True):
         for how in ("chunked", "all logits"):
             flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
@@ -68,10 +76,9 @@ def main() -> int:
                 [sys.executable, __file__, *flags], env=environment, capture_output=True, text=True, check=True
             )
             name = f"{how}, checkpointing {'on' if checkpointing else 'off'}"
-            result["memory_bytes"][name] = int(done.stdout.split()[-1])
-            print(f"peak memory, {name}: {result['memory_bytes'][name] / 2**30:.2f} GiB", flush=True)
-    (ROOT / "docs" / "bench-train.json").write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+            found[name] = int(done.stdout.split()[-1])
+            print(f"peak memory, {name}: {found[name] / 2**30:.2f} GiB", flush=True)
+    return found
 
 
 def load() -> Any:

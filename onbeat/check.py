@@ -17,7 +17,7 @@ import torch
 
 from onbeat.batch.layout import Layout
 from onbeat.device import load_model
-from onbeat.rollout.engine import probe_row_invariance
+from onbeat.rollout.engine import probe_invariance
 from onbeat.training.forward import completion_logprobs, share_prompts, why_not_shared
 from onbeat.types import TrainGroup
 
@@ -76,7 +76,7 @@ def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
         logprob_gap=logprob_gap,
         gradient_gap=gradient_gap,
         speedup=speedup,
-        row_variance=probe_row_invariance(model),
+        row_variance=probe_invariance(model).rows,
     )
 
 

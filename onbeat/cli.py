@@ -149,7 +149,7 @@ def _describe(config: Config) -> str:
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
         f"trainer      1 process, holds {', '.join(models)}; {_threads(config.trainer.threads, cores)}",
-        f"generators   {config.generator.count} processes; each {_threads(config.generator.threads, cores)}",
+        f"generators   {config.generator.count} processes; each {_generator_threads(config, cores)}",
         *_concurrency(config),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
         f"cores        {cores}",
@@ -161,6 +161,15 @@ def _threads(asked: int, cores: int) -> str:
     if asked:
         return f"{asked} threads, as the recipe says"
     return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
+
+
+def _generator_threads(config: Config, cores: int) -> str:
+    from onbeat.cores import generator_threads
+
+    threads = generator_threads(config.generator.threads, config.generator.count, cores)
+    if threads.alone == threads.beside_trainer:
+        return f"{threads.alone} threads" + (", as the recipe says" if config.generator.threads else "")
+    return f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works"
 
 
 def _concurrency(config: Config) -> list[str]:

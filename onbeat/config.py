@@ -119,7 +119,7 @@ class GeneratorConfig(_Section):
     count: _Positive = 1
     """Generator processes."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Threads per generator; 0: all cores, shared with the trainer without spinning."""
+    """Threads per generator; 0: an equal share of the cores, which is larger while the trainer waits."""
     max_sequences: _Positive = 32
     """Sequences decoded at once per generator, admitted by whole groups."""
     cache_gib: Annotated[float, Field(gt=0.0)] = 4.0

@@ -90,7 +90,9 @@ async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], 
             if session.dropped:
                 limit = config.data.max_prompt_tokens
                 say(f"{len(session.dropped)} prompts were left out, having no token or more than {limit}")
-            trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), recorder.span)
+            trainer = await TrainerClient.start(
+                session.launcher, session.worker_settings("trainer-0"), recorder.span, session.pool.trainer_works
+            )
             session.closing.callback(trainer.close)
             if trainer.why_not_shared is not None:
                 warn(f"prompts are not shared in training: {trainer.why_not_shared}")

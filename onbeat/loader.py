@@ -179,6 +179,7 @@ class Period:
     ) -> None:
         self._settings = loader.settings
         self._ledger = loader.ledger
+        self._pool = loader.pool
         self._version = version
         self._loop = loop
         self._num_planned = len(prompts)
@@ -211,7 +212,10 @@ class Period:
         microbatches = self._microbatches()
 
         async def next_or_none() -> MicroBatch | None:
-            return await anext(microbatches, None)
+            self._pool.trainer_works(False)
+            microbatch = await anext(microbatches, None)
+            self._pool.trainer_works(microbatch is not None)
+            return microbatch
 
         async def abandon() -> None:
             await self._scored.close()

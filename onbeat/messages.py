@@ -68,7 +68,7 @@ class Activate(Struct, frozen=True, tag=True):
 class Activated(Struct, frozen=True, tag=True):
     version: int
     row_variance: str | None
-    """None if the probe found the model's rows independent of the batch; else what it saw. See engine.probe."""
+    """None if the model's rows do not depend on the batch; else what was seen (engine.probe_invariance)."""
 
 
 class Submit(Struct, frozen=True, tag=True):
@@ -77,6 +77,12 @@ class Submit(Struct, frozen=True, tag=True):
 
 class Cancel(Struct, frozen=True, tag=True):
     key: GroupKey
+
+
+class Yield(Struct, frozen=True, tag=True):
+    """The trainer works now (or waits again): leave it its share of the cores (or take all)."""
+
+    trainer_works: bool
 
 
 class Completed(Struct, frozen=True, tag=True):
@@ -175,7 +181,7 @@ class ScoreResult(Struct, frozen=True, tag=True):
     """Set if the call as a whole failed: it raised, or returned something that is not n numbers."""
 
 
-ToGenerator = Stage | Activate | Submit | Cancel
+ToGenerator = Stage | Activate | Submit | Cancel | Yield
 FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress
 ToTrainer = Accumulate | Step | TakeSnapshot | Export
 FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | Exported

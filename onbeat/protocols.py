@@ -68,6 +68,10 @@ class Generator(Protocol):
         """Forget what is left of a group."""
         ...
 
+    def yield_to_trainer(self, trainer_works: bool) -> None:
+        """The trainer works now, or waits again. Who shares its cores leaves some to it meanwhile."""
+        ...
+
     async def stage(self, snapshot: Snapshot) -> None:
         """Take the snapshot and verify its digest; serve the old version still. Raises if it does not verify."""
         ...

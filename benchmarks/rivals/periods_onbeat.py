@@ -65,19 +65,20 @@ class Workers:
         self._trainer = trainer
         self._spans = spans
         self._num_prompts = num_prompts
-        self._version = 0
 
     async def period(self, job: dict[str, Any]) -> dict[str, Any]:
         session = self._session
         settings = dataclasses.replace(session.loader.settings, mode=job["mode"], order=job["order"])
         num_prompts = job.get("num_prompts", self._num_prompts)
-        session.prompts.position = job["seed"] * self._num_prompts  # the same prompts, whatever way is next
+        # The same prompts and, by the version, the same random numbers, whatever way is next: the same tokens.
+        version = job["seed"]
+        session.prompts.position = version * self._num_prompts
         period = Period(session.prompts.take(num_prompts))
         self._spans.clear()
         began_s = time.monotonic()
         await train(
-            num_periods=self._version + 1,
-            first_version=self._version,
+            num_periods=version + 1,
+            first_version=version,
             prompts_per_period=num_prompts,
             prompts=period,
             loader=PeriodicLoader(settings, session.pool, session.scorer, Ledger()),
@@ -87,7 +88,6 @@ class Workers:
             observer=period,
         )
         seconds = time.monotonic() - began_s
-        self._version += 1
         return {
             "seconds": seconds,
             "generated_tokens": period.num_tokens,
@@ -116,7 +116,9 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
     async def start() -> Workers:
         session = await opened.__aenter__()
-        trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), trace)
+        trainer = await TrainerClient.start(
+            session.launcher, session.worker_settings("trainer-0"), trace, session.pool.trainer_works
+        )
         session.closing.callback(trainer.close)
         return Workers(session, trainer, spans, config.schedule.prompts_per_period)
 

@@ -22,6 +22,7 @@ from onbeat.messages import (
     Staged,
     Submit,
     WorkerSettings,
+    Yield,
 )
 from onbeat.protocols import Child, GeneratorEvents, Launcher, Snapshot
 from onbeat.types import GroupKey, GroupRequest
@@ -76,6 +77,9 @@ class EmbeddedGenerator:
 
     def cancel(self, key: GroupKey) -> None:
         self._child.connection.send(Cancel(key))
+
+    def yield_to_trainer(self, trainer_works: bool) -> None:
+        self._child.connection.send(Yield(trainer_works))
 
     async def stage(self, snapshot: Snapshot) -> None:
         order = Stage(version=snapshot.version, num_bytes=snapshot.num_bytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
@@ -277,12 +277,22 @@ def _gap_to_own_forward(model: Any, request: GroupRequest, completion: Completio
     return (own - torch.tensor(completion.sampler_logprobs)).abs().max().item()
 
 
-def probe_row_invariance(model: Any) -> str | None:
-    """Decode two of a group by themselves and in a batch; None if not a bit differs on this machine, else what did.
+class Invariance(NamedTuple):
+    """What a sequence's bits do not depend on, for this model on this machine; else, what was seen."""
+
+    rows: str | None
+    """None: not on what shares its batch."""
+    threads: str | None
+    """None: not on the number of threads, of the two that were tried."""
+
+
+def probe_invariance(model: Any, other_threads: int | None = None) -> Invariance:
+    """Decode two of a group by themselves, also with another number of threads, and in a batch; compare every bit.
 
     Run once per generator, with the first weights it loads. Raises InputError if the log-probabilities are not those of
     the model's own forward: then the engine does not know something that the architecture does.
     """
+    threads = torch.get_num_threads()
     vocabulary = model.config.get_text_config().vocab_size
     sampling = Sampling(temperature=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
     lengths = (3, 40, CHUNK_TOKENS + 12)
@@ -308,8 +318,22 @@ def probe_row_invariance(model: Any) -> str | None:
             f"the embedded generator does not compute {type(model).__name__}: its log-probabilities differ by "
             f"{gap:.2g} from those of the model's own forward"
         )
-    for request in requests:
-        for name, completion in run([structs.replace(request, samples=(2, 5))]).items():
-            if completion != together[name]:
-                return f"a sequence after {len(request.token_ids)} prompt tokens comes out differently in a batch"
-    return None
+
+    def differs(num_threads: int) -> str | None:
+        torch.set_num_threads(num_threads)
+        try:
+            for request in requests:
+                for name, completion in run([structs.replace(request, samples=(2, 5))]).items():
+                    if completion != together[name]:
+                        return f"a sequence after {len(request.token_ids)} prompt tokens comes out differently"
+            return None
+        finally:
+            torch.set_num_threads(threads)
+
+    if other_threads is not None and differs(other_threads) is None:
+        return Invariance(None, None)
+    by_rows = differs(threads)
+    return Invariance(
+        by_rows and f"{by_rows} in a batch",
+        None if other_threads is None else by_rows or f"{differs(other_threads)} with {other_threads} threads",
+    )

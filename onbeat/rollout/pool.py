@@ -99,6 +99,7 @@ class Pool:
         self._harvests: dict[HarvestKey, Harvest] = {}
         self._trace = trace
         self._warn = warn
+        self._trainer_works = False
         self.counts = PoolCounts()
         self.last_loss: Exception | None = None
 
@@ -117,6 +118,14 @@ class Pool:
         """A generator joins. It gets no work before `serves` says what it may serve."""
         self._members[generator.name] = _Member(generator, free=generator.capacity)
         generator.attach(self)
+        if self._trainer_works:
+            generator.yield_to_trainer(True)
+
+    def trainer_works(self, works: bool) -> None:
+        """It has begun to work, or waits again."""
+        self._trainer_works = works
+        for member in self._members.values():
+            member.generator.yield_to_trainer(works)
 
     def serves(self, worker: str, version: int) -> None:
         """The generator has loaded and verified `version` (R4)."""

@@ -6,6 +6,7 @@ A group asked for in a version that is not the active one is refused: the proces
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from onbeat.config import Config
+from onbeat.cores import Threads, generator_threads
 from onbeat.device import load_model, prepare_process
 from onbeat.errors import InputError
 from onbeat.functions import raised
@@ -34,8 +36,9 @@ from onbeat.messages import (
     Submit,
     ToGenerator,
     WorkerSettings,
+    Yield,
 )
-from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Mapped
 from onbeat.wire import Channel
@@ -53,12 +56,15 @@ class GeneratorWorker:
         cache_bytes: int,
         decode: Decode = no_text,
         clock: Callable[[], float] = time.monotonic,
+        threads: Threads | None = None,
     ) -> None:
         self._channel = channel
         self._model = model
         self._targets = dict(model.named_parameters())
         self._engine = Engine(model, capacity, cache_bytes, decode)
         self._clock = clock
+        self._threads = threads or Threads(torch.get_num_threads(), torch.get_num_threads())
+        self._yields = False
         self._activated_s: float | None = None
         """Set until the first token of the active version."""
         self._tokens_before = 0
@@ -100,9 +106,15 @@ class GeneratorWorker:
             case Stage(version=version, num_bytes=num_bytes):
                 self._staged = (version, Mapped(self._channel.take_fd(), num_bytes))
                 self._channel.send(Staged(version, self._staged[1].digest()))
+            case Yield(trainer_works=trainer_works):
+                self._yields = trainer_works
+                self._share_cores()
             case Activate(version=version):
                 self._activate(version)
                 self._channel.send(Activated(version, self._row_variance))
+
+    def _share_cores(self) -> None:
+        torch.set_num_threads(self._threads.beside_trainer if self._yields else self._threads.alone)
 
     @torch.no_grad()
     def _activate(self, version: int) -> None:
@@ -114,7 +126,12 @@ class GeneratorWorker:
         self._staged = None
         self._engine.version = version
         if not self._probed:
-            self._row_variance = probe_row_invariance(self._model)
+            torch.set_num_threads(self._threads.alone)
+            invariance = probe_invariance(self._model, self._threads.beside_trainer)
+            self._row_variance = invariance.rows
+            if invariance.threads is not None:
+                self._threads = Threads(self._threads.alone, self._threads.alone)
+            self._share_cores()
             self._probed = True
         self._activated_s, self._tokens_before = self._clock(), self._engine.num_tokens
 
@@ -135,11 +152,13 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     channel: Channel[ToGenerator] = Channel(sock, ToGenerator)
     try:
         config = Config.model_validate_json(settings.config)
-        prepare_process(config.generator.threads)
+        cores = len(os.sched_getaffinity(0))
+        threads = generator_threads(config.generator.threads, config.generator.count, cores)
+        prepare_process(threads.alone)
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
         model = load_model(settings.model_dir)
-        worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir))
+        worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
         channel.send(GeneratorReady(worker.room))
         worker.run()
     except Exception as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import TypeVar
 
 from msgspec import Struct
@@ -41,9 +42,17 @@ Answer = Accumulated | Stepped | SnapshotTaken | Exported
 
 
 class TrainerClient:
-    def __init__(self, child: Child[FromTrainer], trace: Tracer, why_not_shared: str | None) -> None:
+    def __init__(
+        self,
+        child: Child[FromTrainer],
+        trace: Tracer,
+        why_not_shared: str | None,
+        on_work: Callable[[bool], None] = lambda works: None,
+    ) -> None:
+        """`on_work` is told when the trainer begins to work, and when it waits again."""
         self._child = child
         self._trace = trace
+        self._on_work = on_work
         self.why_not_shared = why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._pending: deque[asyncio.Future[Answer]] = deque()
@@ -52,7 +61,13 @@ class TrainerClient:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, launcher: Launcher, settings: WorkerSettings, trace: Tracer) -> TrainerClient:
+    async def start(
+        cls,
+        launcher: Launcher,
+        settings: WorkerSettings,
+        trace: Tracer,
+        on_work: Callable[[bool], None] = lambda works: None,
+    ) -> TrainerClient:
         child: Child[FromTrainer] = await launcher.spawn(
             name=settings.name,
             entry="onbeat.training.worker:main",
@@ -60,7 +75,7 @@ class TrainerClient:
             receives=FromTrainer,
             uses_torch=True,
         )
-        return cls(child, trace, (await first_word(child, TrainerReady)).why_not_shared)
+        return cls(child, trace, (await first_word(child, TrainerReady)).why_not_shared, on_work)
 
     @property
     def pid(self) -> int:
@@ -105,6 +120,8 @@ class TrainerClient:
         if self._failure is not None:
             answer.set_exception(self._failure)
         else:
+            if not self._pending:
+                self._on_work(True)
             self._pending.append(answer)
             self._child.connection.send(order)
         return answer
@@ -121,6 +138,8 @@ class TrainerClient:
                         raise WorkerError(f"{self._child.name} sent a {type(message).__name__} that nobody asked for")
                     case _:
                         answer = self._pending.popleft()
+                        if not self._pending:
+                            self._on_work(False)
                         if not answer.cancelled():  # else whoever asked is being stopped
                             answer.set_result(message)
             status = await self._child.exited()

@@ -7,6 +7,7 @@ siblings finishing early, cancelled neighbours, prompts of different lengths.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from onbeat.errors import InputError
-from onbeat.rollout.engine import Engine, probe_row_invariance
+from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.head import PackedHead
 from onbeat.types import Completion, GroupRequest
 from tests.fakes.models import (
@@ -85,6 +86,32 @@ def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: lis
 def test_completions_do_not_depend_on_the_batch_with_two_threads(schedule: list[Arrival], rows: int) -> None:
     torch.set_num_threads(2)
     check_invariance("llama", schedule, rows)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@given(schedule=st.lists(arrivals, min_size=2, max_size=6), threads=st.lists(st.integers(1, 2), min_size=2, max_size=5))
+@settings(max_examples=6)
+def test_completions_do_not_depend_on_threads_which_may_change_at_any_step(
+    architecture: str, schedule: list[Arrival], threads: list[int]
+) -> None:
+    """A generator takes more of them while the trainer waits (cores.py)."""
+
+    class Changing(Engine):
+        def step(self) -> list[Completion]:
+            torch.set_num_threads(next(numbers))
+            return super().step()
+
+    numbers = itertools.cycle(threads)
+    model = tiny_model(architecture)
+    wanted = [
+        request(slot, arrival.prompt, arrival.group_size, sampling(arrival.max_new_tokens, stops=STOPS))
+        for slot, arrival in enumerate(schedule)
+    ]
+    together = run_together(Changing(model, max_sequences=16), schedule, wanted)
+    torch.set_num_threads(1)
+    for one in wanted:
+        for name, completion in generate_alone(model, one).items():
+            assert together.get(name, completion) == completion
 
 
 def check_invariance(architecture: str, schedule: list[Arrival], rows: int) -> None:
@@ -176,7 +203,7 @@ def test_a_large_group_whose_samples_end_one_by_one_gives_each_what_it_gets_in_a
 
 
 def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not() -> None:
-    assert probe_row_invariance(tiny_model("llama")) is None
+    assert probe_invariance(tiny_model("llama"), 1) == (None, None)
 
     class LeaksBatchSize(torch.nn.Module):
         """Adds to every row something that depends on how many rows there are."""
@@ -188,7 +215,7 @@ def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not(
     norm = model.model.norm
     try:
         model.model.norm = torch.nn.Sequential(norm, LeaksBatchSize())
-        assert "differently" in (probe_row_invariance(model) or "")
+        assert "differently" in (probe_invariance(model).rows or "")
     finally:
         model.model.norm = norm
 
@@ -278,7 +305,7 @@ def test_the_probe_refuses_a_model_whose_own_forward_computes_something_else() -
     try:
         model.model.norm = torch.nn.Sequential(norm, Unlike())
         with pytest.raises(InputError, match="does not compute Qwen2ForCausalLM"):
-            probe_row_invariance(model)
+            probe_invariance(model)
     finally:
         model.model.norm = norm
 

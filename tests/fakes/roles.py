@@ -78,6 +78,8 @@ class FakeGenerator:
         room = Room(max_sequences=self.capacity, cache_tokens=self.cache_tokens, bytes_per_token=1 << 20)
         return room.why_never(request)
 
+    def yield_to_trainer(self, trainer_works: bool) -> None: ...
+
     async def stage(self, snapshot: Snapshot) -> None:
         await asyncio.sleep(self.rng.random())
         if self.dead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import socket
 import threading
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from onbeat.admission import Room
+from onbeat.cores import Threads
 from onbeat.errors import UnverifiedWeightsError
 from onbeat.messages import (
     Activate,
@@ -26,15 +29,18 @@ from onbeat.messages import (
     Staged,
     Submit,
     ToGenerator,
+    Yield,
 )
 from onbeat.protocols import Snapshot
 from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.engine import Invariance
 from onbeat.rollout.pool import Pool
 from onbeat.rollout.worker import GeneratorWorker
 from onbeat.weights import snapshot
 from onbeat.weights.memory import MemoryChannel
 from onbeat.wire import Channel, Connection
 from tests.fakes.models import request, sampling, tiny_model
+from tests.fakes.roles import FakeGenerator
 
 ROOM = Room(max_sequences=8, cache_tokens=1000, bytes_per_token=1)
 
@@ -177,6 +183,51 @@ def test_the_worker_tells_its_first_token_of_a_version_and_how_many_there_are() 
     progress = [message.num_tokens for message in told if isinstance(message, Progress)]
     assert progress == sorted(progress)
     assert progress[-1] == 16
+
+
+def test_the_worker_leaves_cores_to_a_trainer_that_works_if_its_bits_do_not_depend_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    for invariance, expected in ((Invariance(None, None), [1, 2, 1]), (Invariance(None, "bits changed"), [2, 2, 2])):
+        monkeypatch.setattr("onbeat.rollout.worker.probe_invariance", lambda model, threads, it=invariance: it)
+        ours, theirs = socket.socketpair()
+        worker = GeneratorWorker(
+            Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30, threads=Threads(2, 1)
+        )
+        fd, num_bytes, _ = snapshot.write(tiny_model("llama").named_parameters())
+        peer: Channel[FromGenerator] = Channel(ours, FromGenerator)
+        peer.send(Yield(True))
+        peer.send(Stage(0, num_bytes), [fd])
+        os.close(fd)
+        peer.send(Activate(0))
+        for _ in range(3):
+            worker._handle(worker._channel.recv())  # type: ignore[arg-type]
+        found = [torch.get_num_threads()]
+        for works in (False, True):
+            worker._handle(Yield(works))
+            found.append(torch.get_num_threads())
+        assert found == expected
+        ours.close()
+        theirs.close()
+    torch.set_num_threads(before)
+
+
+def test_the_pool_tells_every_generator_when_the_trainer_works_and_who_joins_meanwhile() -> None:
+    told: list[tuple[str, bool]] = []
+
+    class Listening(FakeGenerator):
+        def yield_to_trainer(self, trainer_works: bool) -> None:
+            told.append((self.name, trainer_works))
+
+    pool = Pool()
+    pool.add(Listening("first", 8, random.Random(0)))
+    pool.trainer_works(True)
+    pool.add(Listening("second", 8, random.Random(0)))
+    pool.progress("first", 40)
+    pool.trainer_works(False)
+    assert told == [("first", True), ("second", True), ("first", False), ("second", False)]
+    assert pool.tokens_so_far == {"first": 40, "second": 0}
 
 
 def test_the_worker_refuses_work_for_a_version_it_does_not_serve() -> None:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from onbeat.cores import generator_threads
 from onbeat.environment import torch_environment
 
 _CHECKPOINTED_PASS = """
@@ -47,3 +48,13 @@ def test_a_compact_process_uses_the_room_between_the_inputs_that_checkpointing_k
     command = [sys.executable, "-c", _CHECKPOINTED_PASS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 250
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_generators", "cores", "expected"),
+    [(0, 1, 2, (2, 1)), (0, 2, 2, (1, 1)), (0, 3, 2, (1, 1)), (0, 1, 8, (8, 4)), (0, 3, 8, (2, 2)), (5, 2, 8, (5, 5))],
+)
+def test_a_generator_has_its_share_of_the_cores_unless_the_recipe_says_otherwise(
+    asked: int, num_generators: int, cores: int, expected: tuple[int, int]
+):
+    assert generator_threads(asked, num_generators, cores) == expected

@@ -1,0 +1,25 @@
+"""How generators and trainer share the cores of one machine. No torch.
+
+Decoding scales badly over cores, training well: measured on two, a generator gains 1.4 from the second, a trainer 1.9.
+So while the trainer works each side gets its share; while it waits, the generators take what it leaves. (The trainer
+keeps its number: the bits of its sums depend on it. A generator's do not; it makes sure of that before it changes.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Threads(NamedTuple):
+    """Of one generator."""
+
+    alone: int
+    """While the trainer waits."""
+    beside_trainer: int
+
+
+def generator_threads(asked: int, num_generators: int, cores: int) -> Threads:
+    """As many as the recipe asks for; if it does not, an equal share."""
+    if asked:
+        return Threads(asked, asked)
+    return Threads(max(1, cores // num_generators), max(1, cores // (num_generators + 1)))
