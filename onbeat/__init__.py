@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["open_loader", "prepare_environment", "train"]
 
 
-def train(*recipes: str, overrides: dict[str, Any] | None = None) -> TrainResult:
+def train(*recipes: str, overrides: dict[str, Any] | None = None, resume: bool = False) -> TrainResult:
     """Train by recipes composed left to right, with dotted keys over them, as `onbeat train` does.
+
+    `resume` goes on with the run in run.dir, from its last checkpoint, to the same result bit for bit.
 
     Works in any thread, in a notebook too. Progress is printed; problems that do not stop the run are warnings.
     """
@@ -32,7 +34,10 @@ def train(*recipes: str, overrides: dict[str, Any] | None = None) -> TrainResult
     config = load(recipes, overrides)
 
     def start() -> TrainResult:
-        return asyncio.run(run(config, say=print, warn=lambda sentence: warnings.warn(sentence, stacklevel=2)))
+        def warn(sentence: str) -> None:
+            warnings.warn(sentence, stacklevel=2)
+
+        return asyncio.run(run(config, say=print, warn=warn, resume=resume))
 
     try:
         asyncio.get_running_loop()

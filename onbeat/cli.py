@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onbeat.config import Config
 
 _INTERRUPTED = 130
-_OWN_FLAGS = {"--dry-run", "--help"}
+_OWN_FLAGS = {"--dry-run", "--resume", "--json", "--help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _config([*rest, *flags])
         if arguments.command == "check":
             return _check(arguments.model, [*rest, *flags])
+        if arguments.command == "status":
+            _refuse_rest("status", "a run's directory, perhaps --json, and nothing else", [*rest, *flags])
+            return _status(arguments.run, arguments.json)
+        if arguments.command == "eval":
+            return _eval(arguments, overrides)
+        if arguments.command == "sample":
+            return _sample(arguments, overrides)
         if rest:
             raise ConfigError(f"{rest[0]!r} is neither a recipe nor a flag of the form --section.key VALUE")
         return _train(arguments, overrides)
@@ -52,7 +59,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Train by TOML recipes, composed left to right; any key may be set with --section.key VALUE.",
     )
     train.add_argument("recipes", nargs="+", metavar="RECIPE")
+    train.add_argument("--resume", action="store_true", help="go on with the run in run.dir, from its last checkpoint")
     train.add_argument("--dry-run", action="store_true", help="print what would be used, and stop")
+    status = commands.add_parser("status", help="what a run is doing, and what exactly it waits for")
+    status.add_argument("run", metavar="RUN", help="its directory")
+    status.add_argument("--json", action="store_true", help="for programs")
+    evaluate = commands.add_parser("eval", help="held-out accuracy of a model, by a recipe's data and rewards")
+    evaluate.add_argument("model", metavar="MODEL", help="a model directory")
+    evaluate.add_argument("recipes", nargs="+", metavar="RECIPE")
+    sample = commands.add_parser(
+        "sample", help="talk to a model", description="Completes the prompts; asks for them if none is given."
+    )
+    sample.add_argument("model", metavar="MODEL", help="a model directory")
+    sample.add_argument("prompts", nargs="*", metavar="PROMPT")
     check = commands.add_parser("check", help="compare onbeat's arithmetic on a model with the model's own")
     check.add_argument("model", metavar="MODEL", help="a model directory")
     commands.add_parser("config", help="list every key with its default and what it means")
@@ -109,13 +128,38 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from onbeat.controller import run
 
     async def until_signal() -> None:
-        """SIGTERM, like Ctrl-C, ends the run in order."""
+        """SIGTERM, like Ctrl-C, ends the run in order, saved; the second of either ends it at once."""
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await run(config, say=_say, warn=_warn)
+        await run(config, say=_say, warn=_warn, resume=arguments.resume, **_display())
 
     asyncio.run(until_signal())
+    return 0
+
+
+def _display() -> dict[str, Any]:
+    """The live one on a terminal; lines alone into a file."""
+    if not sys.stdout.isatty():
+        return {}
+    from onbeat.observe.display import live
+
+    return {"display": live}
+
+
+def _status(run_dir: str, as_json: bool) -> int:
+    from pathlib import Path
+
+    import msgspec
+
+    from onbeat.control import ask_status
+    from onbeat.status import describe
+    from onbeat.watch import status_at_rest
+
+    if not (Path(run_dir) / "config.toml").is_file():
+        raise ConfigError(f"{run_dir!r} is not the directory of a run: it has no config.toml")
+    status = ask_status(Path(run_dir)) or status_at_rest(Path(run_dir))
+    print(msgspec.json.encode(status).decode() if as_json else "\n".join(describe(status)))
     return 0
 
 
@@ -141,7 +185,8 @@ def _describe(config: Config) -> str:
     models = ["policy", *(["old policy"] if schedule.updates_per_period > 1 else [])]
     models += ["reference"] if algorithm.beta > 0 else []
     sources = [config.data.path, config.data.eval_path, *(function.path for function in config.reward.functions)]
-    files = {source.rpartition(":")[0] if ":" in source else source for source in sources if source and "/" in source}
+    named = [source.rpartition(":")[0] if ":" in source else source for source in sources if source]
+    files = {name for name in named if os.path.isabs(name)}  # what a recipe calls a path has been made absolute
     missing = sorted(file for file in files if not os.path.exists(file))
     notes = [
         *(f"MISSING      {file}" for file in missing),
@@ -189,9 +234,48 @@ def _concurrency(config: Config) -> list[str]:
     return notes
 
 
+def _refuse_rest(command: str, takes: str, rest: Sequence[str]) -> None:
+    if rest:
+        raise ConfigError(f"`onbeat {command}` takes {takes}, and got {' '.join(rest)}")
+
+
+def _eval(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    import tempfile
+
+    from onbeat.config import load
+    from onbeat.evaluate import evaluate
+
+    with tempfile.TemporaryDirectory(prefix="onbeat-eval-") as folder:
+        own = {"model.path": arguments.model, "run.dir": folder}
+        record = asyncio.run(evaluate(load(arguments.recipes, overrides | own), warn=_warn))
+    _say("  ".join(f"{name} {value}" for name, value in record.items()))
+    return 0
+
+
+def _sample(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    from onbeat.own_loop import prepare_environment
+
+    allowed = {"sampling.temperature", "sampling.max_new_tokens", "seed"}
+    if unknown := sorted(overrides.keys() - allowed):
+        raise ConfigError(f"`onbeat sample` knows --{', --'.join(sorted(allowed))}, and got --{unknown[0]}")
+    prepare_environment()  # before torch is imported
+    from onbeat.sample import Sampler
+
+    sampler = Sampler(
+        arguments.model,
+        temperature=overrides.get("sampling.temperature", 0.7),
+        max_new_tokens=overrides.get("sampling.max_new_tokens", 256),
+        seed=overrides.get("seed", 0),
+    )
+    for prompt in arguments.prompts:
+        _say(sampler.complete(prompt))
+    if not arguments.prompts:
+        sampler.talk(sys.stdin, sys.stdout)
+    return 0
+
+
 def _check(model: str, flags: Sequence[str]) -> int:
-    if flags:
-        raise ConfigError(f"`onbeat check` takes a model directory and nothing else, and got {' '.join(flags)}")
+    _refuse_rest("check", "a model directory and nothing else", flags)
     from onbeat.own_loop import prepare_environment
 
     prepare_environment()  # before torch is imported
@@ -208,8 +292,7 @@ def _config(flags: Sequence[str]) -> int:
 
     from onbeat.config import keys
 
-    if flags:
-        raise ConfigError(f"`onbeat config` takes no arguments, and got {' '.join(flags)}")
+    _refuse_rest("config", "no arguments", flags)
     for key, field in keys():
         default = "required" if field.default is PydanticUndefined else repr(field.default)
         print(f"{key} ({default})\n    {field.description}")

@@ -58,6 +58,8 @@ class _Section(BaseModel):
 class RunConfig(_Section):
     dir: str = "runs/latest"
     """Where everything the run writes goes; relative to the working directory."""
+    rollout_groups: Annotated[int, Field(ge=0)] = 8
+    """Groups per period whose prompts, completions and rewards are written to rollouts/, for people to read."""
 
 
 class ModelConfig(_Section):
@@ -155,15 +157,45 @@ class TrainerConfig(_Section):
 
 class DataConfig(_Section):
     path: SourcePath
-    """Rows with a `prompt`: a .jsonl, .json or .csv file, or `file.py:function` yielding dicts."""
+    """Rows with a `prompt`: a .jsonl, .json, .csv or .parquet file, a directory of them, a Hugging Face dataset (by
+    directory or name), or `file.py:function` yielding dicts."""
+    split: str = "train"
+    """Of a Hugging Face dataset."""
     eval_path: SourcePath | None = None
-    """Held-out rows, evaluated greedily before and after training."""
+    """Held-out rows, to evaluate on."""
+    eval_rows: Annotated[int, Field(ge=0)] = 0
+    """Without eval_path and eval_split: so many rows, chosen by the seed, are held out of `path`."""
+    eval_split: str = ""
+    """The split to evaluate on, of a Hugging Face dataset."""
     columns: dict[str, str] = {}
     """What the columns are called in the data, where it differs: { prompt = "question", answer = "info.answer" }."""
     shuffle: bool = True
     """Shuffle each epoch by the seed."""
     max_prompt_tokens: _Positive = 1024
     """Longer prompts are dropped and counted."""
+
+
+class EvaluationConfig(_Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Periods between evaluations on the held-out prompts; 0: before the first period and after the last."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Completions per held-out prompt for pass@k, sampled as in training, beside the greedy one; 0: greedy alone."""
+
+
+class CheckpointConfig(_Section):
+    every: Annotated[int, Field(ge=0)] = 10
+    """Periods between checkpoints; 0: only at the end, and when the run is interrupted."""
+    keep: _Positive = 2
+    """The newest so many are kept, and the one that evaluated best."""
+
+
+class TrackConfig(_Section):
+    tensorboard: bool = False
+    """Write TensorBoard events to run.dir/tensorboard."""
+    wandb: str = ""
+    """A Weights & Biases project to log to."""
+    trackio: str = ""
+    """A trackio project to log to."""
 
 
 class RewardFunction(_Section):
@@ -201,6 +233,9 @@ class Config(_Section):
     trainer: TrainerConfig = TrainerConfig()
     data: DataConfig
     reward: RewardConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onbeat.config import Config, to_toml
-from onbeat.errors import ConfigError
+from onbeat.checkpoint import CheckpointStore
+from onbeat.config import Config
+from onbeat.control import serving
 from onbeat.observe.metrics import Record
-from onbeat.observe.recorder import Recorder, percent
+from onbeat.observe.recorder import Recorder, Say, percent
+from onbeat.observe.trackers import open_trackers
 from onbeat.period import train
+from onbeat.protocols import Evaluated
+from onbeat.run_dir import RunDir, open_run_dir
+from onbeat.saver import Mark, Saver
 from onbeat.session import Session, open_session
+from onbeat.status import Status
 from onbeat.training.client import TrainerClient
-from onbeat.types import Group
+from onbeat.watch import Watch
+
+Display = Callable[[Callable[[], Status]], AbstractAsyncContextManager[None]]
+
+
+@asynccontextmanager
+async def no_display(status: Callable[[], Status]) -> AsyncIterator[None]:
+    """Lines are enough."""
+    yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +48,18 @@ class TrainResult:
 
 
 class HeldOutEvaluation:
-    """Before the first period and after the last."""
+    """Before the first period, every so many, and after the last."""
 
-    def __init__(self, session: Session, num_periods: int) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._num_periods = num_periods
+        self._every = session.config.evaluation.every
+        self._last = session.config.schedule.periods
 
     def due(self, version: int) -> bool:
-        return bool(self._session.held_out) and version in (0, self._num_periods)
+        on_the_way = self._every > 0 and version % self._every == 0
+        return bool(self._session.held_out) and (version in (0, self._last) or on_the_way)
 
-    async def run(self, version: int) -> list[Group]:
+    async def run(self, version: int) -> Evaluated:
         return await self._session.evaluate(version)
 
 
@@ -59,65 +77,109 @@ def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
     }
 
 
-def prepare_run_dir(config: Config) -> Path:
-    """The run's directory: new, empty, or of a run that trained nothing. No period of an earlier run is overwritten."""
-    run_dir = Path(config.run.dir)
-    try:
-        if (run_dir / "ledger.jsonl").exists():
-            raise ConfigError(
-                f"run.dir = {str(run_dir)!r} already holds a run; name another with --run.dir, or remove it"
-            )
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.toml").write_text(to_toml(config))
-    except OSError as error:
-        raise ConfigError(f"run.dir = {str(run_dir)!r} cannot be written: {error.strerror}") from None
-    return run_dir
-
-
-async def run(config: Config, say: Callable[[str], None], warn: Callable[[str], None]) -> TrainResult:
+async def run(
+    config: Config, say: Say, warn: Say, *, resume: bool = False, display: Display = no_display
+) -> TrainResult:
     """Train as the configuration says; every process is gone when this returns or raises.
 
-    `say` gets a line about each step of the way, `warn` what went wrong without stopping the run.
+    `say` gets a line about each step of the way, `warn` what went wrong without stopping the run. `display` is given a
+    function that tells the state of things, and shows it meanwhile.
     """
-    run_dir = prepare_run_dir(config)
-    schedule = config.schedule
-    recorder = Recorder(
-        run_dir, accuracy_threshold=config.reward.accuracy_threshold, num_periods=schedule.periods, say=say, warn=warn
-    )
-    model_path = run_dir / "model"
+    with open_run_dir(config, resume=resume, say=say, warn=warn) as run_dir:
+        recorder = Recorder(
+            run_dir,
+            accuracy_threshold=config.reward.accuracy_threshold,
+            num_periods=config.schedule.periods,
+            rollout_groups=config.run.rollout_groups,
+            trackers=open_trackers(config, run_dir.path, warn),
+            say=say,
+            warn=warn,
+        )
+        watch = Watch(config, run_dir, recorder)
+        try:
+            async with (
+                serving(run_dir.path, watch.status),
+                display(watch.status),
+                open_session(config, run_dir.path, recorder.span, warn) as session,
+            ):
+                watch.session = session
+                await _train(session, run_dir, recorder, watch, say, warn)
+        finally:
+            recorder.close()
+        return _result(config, run_dir, recorder, say)
+
+
+async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: Watch, say: Say, warn: Say) -> None:
+    config = session.config
+    tell_dropped(session, warn)
+    checkpoint = run_dir.checkpoint
+    settings = session.worker_settings("trainer-0", checkpoint.directory if checkpoint else None)
+    trainer = await TrainerClient.start(session.launcher, settings, recorder.span, session.pool.trainer_works)
+    session.closing.callback(trainer.close)
+    watch.trainer = trainer
+    if trainer.why_not_shared is not None:
+        warn(f"prompts are not shared in training: {trainer.why_not_shared}")
+    recorder.counters = session.counters
+    recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
+    session.prompts.position = checkpoint.manifest.cursor if checkpoint else 0
+    saver = make_saver(session, run_dir, recorder, trainer, warn)
     try:
-        async with open_session(config, run_dir, recorder.span, warn) as session:
-            if session.dropped:
-                limit = config.data.max_prompt_tokens
-                say(f"{len(session.dropped)} prompts were left out, having no token or more than {limit}")
-            trainer = await TrainerClient.start(
-                session.launcher, session.worker_settings("trainer-0"), recorder.span, session.pool.trainer_works
-            )
-            session.closing.callback(trainer.close)
-            if trainer.why_not_shared is not None:
-                warn(f"prompts are not shared in training: {trainer.why_not_shared}")
-            recorder.counters = session.counters
-            recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
-            await train(
-                num_periods=schedule.periods,
-                prompts_per_period=schedule.prompts_per_period,
-                prompts=session.prompts,
-                loader=session.loader,
-                trainer=trainer,
-                channel=session.channel,
-                evaluation=HeldOutEvaluation(session, schedule.periods),
-                observer=recorder,
-            )
-            await trainer.export(str(model_path))
-    finally:
-        recorder.close()
-    before, after = recorder.evaluations.get(0), recorder.evaluations.get(schedule.periods)
+        await train(
+            num_periods=config.schedule.periods,
+            first_version=checkpoint.manifest.version if checkpoint else 0,
+            prompts_per_period=config.schedule.prompts_per_period,
+            prompts=session.prompts,
+            loader=session.loader,
+            trainer=trainer,
+            channel=session.channel,
+            evaluation=HeldOutEvaluation(session),
+            observer=recorder,
+            saver=saver,
+        )
+        recorder.phase = "ending"
+        await trainer.export(str(run_dir.model))
+        await saver.end()
+    except asyncio.CancelledError:
+        saved = await saver.interrupted()
+        say(f"interrupted; go on with --resume, from {saved}" if saved else "interrupted before anything was saved")
+        raise
+
+
+def make_saver(session: Session, run_dir: RunDir, recorder: Recorder, trainer: TrainerClient, warn: Say) -> Saver:
+    config = session.config
+    store = CheckpointStore(run_dir.path / "checkpoints", config.checkpoint.keep, best=recorder.best_version)
+    return Saver(
+        store,
+        trainer,
+        every=config.checkpoint.every,
+        last_version=config.schedule.periods,
+        updates_per_period=config.schedule.updates_per_period,
+        config=config.model_dump(mode="json"),
+        mark=lambda: Mark(cursor=session.prompts.position, lengths=run_dir.lengths()),
+        warn=warn,
+        trace=recorder.span,
+        resumed=run_dir.checkpoint.manifest.version if run_dir.checkpoint else None,
+    )
+
+
+def tell_dropped(session: Session, warn: Say) -> None:
+    if dropped := session.dropped:
+        limit, more = session.config.data.max_prompt_tokens, ", …" if len(dropped) > 8 else ""
+        warn(
+            f"{len(dropped)} prompts are left out, having no token or more than data.max_prompt_tokens = {limit}: "
+            f"{', '.join(dropped[:8])}{more}"
+        )
+
+
+def _result(config: Config, run_dir: RunDir, recorder: Recorder, say: Say) -> TrainResult:
+    periods = config.schedule.periods
+    before, after = recorder.accuracy_of(0), recorder.accuracy_of(periods)
     if after is not None:
-        say(f"held-out accuracy: {percent(before)} before, {percent(after)} after {schedule.periods} periods")
-    say(f"model: {model_path}")
+        say(f"held-out accuracy: {percent(before)} before, {percent(after)} after {periods} periods")
+    say(f"model: {run_dir.model}")
     return TrainResult(
-        run_dir=run_dir,
-        model_path=model_path,
+        run_dir=run_dir.path,
+        model_path=run_dir.model,
         metrics=recorder.records,
         accuracy_before=before,
         accuracy_after=after,

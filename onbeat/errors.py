@@ -9,6 +9,8 @@ what was found, where, and what to do. Messages are for people; tests and caller
     3     the data, the model or a reward function cannot be used (InputError)
     4     a worker could not be started, or died and could not be replaced (WorkerError)
     5     a promise of the run was about to be broken, so it stopped (InvariantError)
+    6     the run cannot be written down, or cannot be gone on with (CheckpointError)
+    7     the numbers went bad: the loss or the gradient is not finite again and again (NumbersError)
     130   interrupted
 """
 
@@ -31,6 +33,18 @@ class InputError(OnbeatError):
     """Data, model or reward function that cannot be used."""
 
     exit_code = 3
+
+
+class CheckpointError(OnbeatError):
+    """A checkpoint that cannot be written or read, or does not fit the recipe."""
+
+    exit_code = 6
+
+
+class NumbersError(OnbeatError):
+    """Loss or gradient not finite, several updates in a row."""
+
+    exit_code = 7
 
 
 class WorkerError(OnbeatError):

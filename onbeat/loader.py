@@ -30,12 +30,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import structs
+
 from onbeat.batch.pack import Packer
 from onbeat.errors import OnbeatError
 from onbeat.group.assemble import train_group
 from onbeat.ledger import Ledger
-from onbeat.protocols import Scorer, Tracer, no_trace
+from onbeat.protocols import Evaluated, Scorer, Tracer, no_trace
 from onbeat.rollout.pool import Pool
+from onbeat.status import GroupStatus
 from onbeat.types import (
     Completion,
     Group,
@@ -73,6 +76,13 @@ class PeriodicLoader:
         self.ledger = ledger
         self.trace = trace
         self._loop = asyncio.get_running_loop()
+        self.current: Period | None = None
+        """The period that was opened last."""
+        self._open: set[_Scored] = set()
+
+    def scoring(self, now_s: float) -> list[GroupStatus]:
+        """Groups that are complete and wait for their rewards."""
+        return [group for scored in self._open for group in scored.scoring(now_s)]
 
     def period(self, version: int, prompts: Sequence[Prompt]) -> Period:
         """Send the prompts to the generators and return at once; iterate for micro-batches.
@@ -80,21 +90,26 @@ class PeriodicLoader:
         `async for` on the controller's loop, plain `for` in a training script of your own (see own_loop.py).
         """
         if _running_loop() is not self._loop:
-            return asyncio.run_coroutine_threadsafe(self._open(version, prompts), self._loop).result()
-        return Period(self, version, prompts, self._loop)
+            return asyncio.run_coroutine_threadsafe(self._opened(version, prompts), self._loop).result()
+        self.current = Period(self, version, prompts, self._loop)
+        return self.current
 
-    async def _open(self, version: int, prompts: Sequence[Prompt]) -> Period:
-        return Period(self, version, prompts, self._loop)
+    async def _opened(self, version: int, prompts: Sequence[Prompt]) -> Period:
+        return self.period(version, prompts)
 
-    async def evaluate(self, version: int, prompts: Sequence[Prompt], sampling: Sampling, samples: int) -> list[Group]:
-        """Score `samples` completions of each held-out prompt; nothing is trained."""
+    async def evaluate(self, version: int, prompts: Sequence[Prompt], samples: int) -> Evaluated:
+        """Score a greedy completion of each held-out prompt, and `samples` sampled ones; nothing is trained."""
+        sampling = self.settings.sampling
         scored = _Scored(self, "eval", version)
         try:
-            scored.submit(prompts, samples, sampling)
-            groups = [await scored.next() for _ in prompts]
+            scored.submit(prompts, 1, structs.replace(sampling, temperature=0.0))
+            if samples:
+                scored.submit(prompts, samples, sampling)
+            groups = [await scored.next() for _ in range(scored.num_slots)]
         finally:
             await scored.close()
-        return sorted(groups, key=lambda group: group.slot)
+        groups.sort(key=lambda group: group.slot)
+        return Evaluated(greedy=groups[: len(prompts)], sampled=groups[len(prompts) :])
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -114,6 +129,24 @@ class _Scored:
         self._prompts: list[Prompt] = []
         self._arrivals: asyncio.Queue[Group | Exception] = asyncio.Queue()
         self._tasks = {asyncio.create_task(self._collect())}
+        self._scoring: dict[int, tuple[int, float]] = {}
+        """By slot: how many completions, since when."""
+        self._siblings = loader._open
+        self._siblings.add(self)
+
+    def scoring(self, now_s: float) -> list[GroupStatus]:
+        return [
+            GroupStatus(
+                stream=self._harvest.stream,
+                slot=slot,
+                state="scoring",
+                worker=None,
+                num_done=count,
+                num_samples=count,
+                age_s=now_s - since_s,
+            )
+            for slot, (count, since_s) in self._scoring.items()
+        ]
 
     @property
     def num_slots(self) -> int:
@@ -152,17 +185,20 @@ class _Scored:
     async def _score(self, completions: tuple[Completion, ...]) -> None:
         slot = completions[0].slot
         began_s = asyncio.get_running_loop().time()
+        self._scoring[slot] = len(completions), began_s
         try:
             rollouts = await self._scorer.score(self._prompts[slot], completions)
         except Exception as error:
             self._arrivals.put_nowait(error)
         else:
+            del self._scoring[slot]
             name = f"{self._harvest.stream} {self._harvest.period}.{slot}"
             self._trace("scorer", name, began_s, asyncio.get_running_loop().time())
             self._arrivals.put_nowait(Group(slot=slot, prompt=self._prompts[slot], rollouts=rollouts))
 
     async def close(self) -> None:
         """Stop everything; whoever still waits for a group is told."""
+        self._siblings.discard(self)
         self._harvest.close()
         self._arrivals.put_nowait(OnbeatError("the period was closed before its last group"))
         tasks = list(self._tasks)

@@ -8,14 +8,15 @@
       │── Submit(request) ──▶│ sample               │── TakeSnapshot(v) ────▶│ write once
       │◀─ FirstToken ────────│                      │◀─ SnapshotTaken + fd ──│
       │◀─ Progress … ────────│
-      │◀─ Completed ×G ──────│
+      │◀─ Completed ×G ──────│                      │── SavePart ───────────▶│ in a thread, while it goes on
+                                                    │◀─ PartSaved ───────────│ out of turn
 
     controller            reward worker
       │── ScoreCall ────────▶│ user code
       │◀─ ScoreResult ───────│
 
 A worker's first message is Ready (or Failed, with a sentence for the user). A worker answers in the order it was
-asked, except a generator, whose completions come when they are done.
+asked, except a generator, whose completions come when they are done, and a trainer that has saved its part.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from msgspec import Struct
 
 from onbeat.admission import Room
+from onbeat.checkpoint import Part
 from onbeat.protocols import UpdateReport
 from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, UpdateTotals
 
@@ -36,6 +38,8 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     """The resolved configuration, as JSON."""
     model_dir: str
     name: str
+    checkpoint: str | None = None
+    """The directory of the checkpoint to go on from."""
 
 
 class Failed(Struct, frozen=True, tag=True):
@@ -144,6 +148,21 @@ class SnapshotTaken(Struct, frozen=True, tag=True):
     num_bytes: int
 
 
+class SavePart(Struct, frozen=True, tag=True):
+    """Write this rank's part of a checkpoint into the directory, while other orders are carried out."""
+
+    directory: str
+
+
+class PartSaved(Struct, frozen=True, tag=True):
+    """Out of turn. `problem` instead of a part if it could not be written."""
+
+    num_updates: int
+    """Optimizer steps that are in it."""
+    part: Part | None
+    problem: str | None = None
+
+
 class Export(Struct, frozen=True, tag=True):
     directory: str
 
@@ -183,7 +202,7 @@ class ScoreResult(Struct, frozen=True, tag=True):
 
 ToGenerator = Stage | Activate | Submit | Cancel | Yield
 FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress
-ToTrainer = Accumulate | Step | TakeSnapshot | Export
-FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | Exported
+ToTrainer = Accumulate | Step | TakeSnapshot | SavePart | Export
+FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | PartSaved | Exported
 ToScorer = ScoreCall
 FromScorer = ScorerReady | Failed | ScoreResult

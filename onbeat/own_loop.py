@@ -31,14 +31,15 @@ import warnings
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onbeat.config import Config, load
-from onbeat.controller import prepare_run_dir
 from onbeat.environment import EXACT_ENVIRONMENT, prepare_this_process
 from onbeat.loader import Period
 from onbeat.observe.trace import Trace
 from onbeat.protocols import Snapshot
+from onbeat.run_dir import open_run_dir
 from onbeat.session import Session, open_session
 from onbeat.types import Prompt
 
@@ -115,9 +116,13 @@ class OwnLoop:
 def open_loader(*recipes: str, overrides: dict[str, Any] | None = None) -> Iterator[OwnLoop]:
     """Start generators and rewards of the recipes; end them with the block."""
     config = load(recipes, overrides)
-    run_dir = prepare_run_dir(config)
     if gaps := environment_gaps():
         warnings.warn(f"this process will not be bit-exact: {gaps}; see prepare_environment()", stacklevel=3)
+    with open_run_dir(config, resume=False, say=print, warn=warnings.warn) as run_dir:
+        yield from _serving(config, run_dir.path)
+
+
+def _serving(config: Config, run_dir: Path) -> Iterator[OwnLoop]:
     opened: Future[OwnLoop] = Future()
 
     async def serve() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
-from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
+from onbeat.types import Completion, Group, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
 
 M_co = TypeVar("M_co", covariant=True)
 
@@ -90,6 +90,15 @@ class GeneratorPool(Protocol):
     def generators(self) -> list[Generator]: ...
     def serves(self, worker: str, version: int) -> None: ...
     def lost(self, worker: str, error: Exception) -> None: ...
+
+
+class Evaluated(Struct, frozen=True, kw_only=True):
+    """Held-out prompts, completed by one version."""
+
+    greedy: list[Group]
+    """One completion each."""
+    sampled: list[Group]
+    """Some completions each, sampled as in training; none if nobody asked."""
 
 
 class Scorer(Protocol):

@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config, DataConfig
 from onbeat.errors import InputError
@@ -24,12 +22,12 @@ from onbeat.messages import WorkerSettings
 from onbeat.model_source import obtain_model
 from onbeat.prompts.codec import Codec
 from onbeat.prompts.rows import Row, read_rows
-from onbeat.prompts.source import PromptCursor, encode_rows
-from onbeat.protocols import Launcher, Tracer
+from onbeat.prompts.source import PromptCursor, encode_rows, hold_out
+from onbeat.protocols import Evaluated, Launcher, Tracer
 from onbeat.reward.scorer import RewardScorer
 from onbeat.rollout.client import EmbeddedGenerator
 from onbeat.rollout.pool import Pool
-from onbeat.types import Group, GroupRequest, Prompt, Sampling
+from onbeat.types import GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
 
 
@@ -50,13 +48,17 @@ class Session:
     closing: AsyncExitStack
     """What is undone when the session ends, the last first."""
 
-    def worker_settings(self, name: str) -> WorkerSettings:
-        return WorkerSettings(config=self.config.model_dump_json(), model_dir=str(self.model_dir), name=name)
+    def worker_settings(self, name: str, checkpoint: Path | None = None) -> WorkerSettings:
+        return WorkerSettings(
+            config=self.config.model_dump_json(),
+            model_dir=str(self.model_dir),
+            name=name,
+            checkpoint=str(checkpoint) if checkpoint is not None else None,
+        )
 
-    async def evaluate(self, version: int) -> list[Group]:
-        """One greedy completion of each held-out prompt, from the version the generators serve."""
-        greedy = structs.replace(self.sampling, temperature=0.0)
-        return await self.loader.evaluate(version, self.held_out, greedy, samples=1)
+    async def evaluate(self, version: int) -> Evaluated:
+        """The held-out prompts, completed by the version the generators serve."""
+        return await self.loader.evaluate(version, self.held_out, self.config.evaluation.samples)
 
     def counters(self) -> dict[str, int]:
         """What was dropped, done again or lost in the run so far."""
@@ -94,7 +96,7 @@ async def open_session(
         launcher = LocalLauncher(run_dir / "logs", compact=config.trainer.gradient_checkpointing)
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
-        rows = read_data(config.data)  # before the model: its mistakes show soonest
+        rows = read_data(config.data, config.seed)  # before the model: its mistakes show soonest
         model_dir = await obtain_model(config.model.path, launcher)
         codec = Codec(model_dir)
         prompts, held_out, dropped = rows.encode(codec, config.data.max_prompt_tokens)
@@ -130,7 +132,7 @@ async def open_session(
         await asyncio.gather(start_generators(session), scorer.start())
         check_room(pool, prompts, config.algorithm.group_size, sampling)
         if held_out:
-            check_room(pool, held_out, 1, sampling)
+            check_room(pool, held_out, max(1, config.evaluation.samples), sampling)
         yield session
 
 
@@ -148,9 +150,13 @@ class _Rows:
         return prompts, held_out, dropped + also_dropped
 
 
-def read_data(data: DataConfig) -> _Rows:
-    held_out = read_rows(data.eval_path, "data.eval_path", data.columns) if data.eval_path else []
-    return _Rows(read_rows(data.path, columns=data.columns), held_out)
+def read_data(data: DataConfig, seed: int) -> _Rows:
+    rows = read_rows(data.path, columns=data.columns, split=data.split)
+    if data.eval_path:
+        return _Rows(rows, read_rows(data.eval_path, "data.eval_path", data.columns, data.eval_split or data.split))
+    if data.eval_split:
+        return _Rows(rows, read_rows(data.path, columns=data.columns, split=data.eval_split))
+    return _Rows(*hold_out(rows, data.eval_rows, seed))
 
 
 def sampling_of(config: Config, codec: Codec) -> Sampling:

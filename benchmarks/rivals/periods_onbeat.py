@@ -18,7 +18,7 @@ from onbeat.config import load
 from onbeat.ledger import Ledger
 from onbeat.loader import PeriodicLoader
 from onbeat.period import train
-from onbeat.protocols import UpdateReport
+from onbeat.protocols import Evaluated, UpdateReport
 from onbeat.session import Session, open_session
 from onbeat.training.client import TrainerClient
 from onbeat.types import Group, Prompt
@@ -41,7 +41,7 @@ class Period:
     def due(self, version: int) -> bool:
         return False
 
-    async def run(self, version: int) -> list[Group]:
+    async def run(self, version: int) -> Evaluated:
         raise AssertionError("not due")
 
     def publishing(self, version: int) -> None:
@@ -54,7 +54,9 @@ class Period:
         self.num_tokens = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
         self.num_trained_tokens = sum(report.num_trained_tokens for report in reports)
 
-    def evaluated(self, version: int, groups: list[Group]) -> None: ...
+    def evaluated(self, version: int, evaluated: Evaluated) -> None: ...
+
+    async def boundary(self, version: int) -> None: ...
 
 
 class Workers:
@@ -86,6 +88,7 @@ class Workers:
             channel=session.channel,
             evaluation=period,
             observer=period,
+            saver=period,
         )
         seconds = time.monotonic() - began_s
         return {

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from onbeat.protocols import UpdateReport
+from onbeat.protocols import Evaluated, UpdateReport
 from onbeat.types import Group
 
 Record = dict[str, Any]
@@ -40,6 +40,30 @@ def group_metrics(groups: Sequence[Group], threshold: float) -> Record:
         "completion_tokens_mean": mean(len(completion.token_ids) for completion in completions),
         "num_generated_tokens": sum(len(completion.token_ids) for completion in completions),
     }
+
+
+def evaluation_metrics(evaluated: Evaluated, threshold: float) -> Record:
+    """Greedy accuracy; and of k sampled completions per prompt: the share that is right, and of prompts with a right
+    one."""
+    record: Record = {"accuracy": accuracy(evaluated.greedy, threshold), "num_prompts": len(evaluated.greedy)}
+    if evaluated.sampled:
+        size = len(evaluated.sampled[0].rollouts)
+        solved = [accuracy([group], threshold) for group in evaluated.sampled]
+        record["pass@1"] = mean(share for share in solved if share is not None)
+        record[f"pass@{size}"] = mean(float(share > 0) for share in solved if share is not None)
+    return record
+
+
+def rates(record: Record) -> Record:
+    """Tokens per second of each side while it was at work."""
+    return {
+        "generated_tokens_per_s": _ratio(record["num_generated_tokens"], record["generators_busy_s"]),
+        "trained_tokens_per_s": _ratio(record["num_trained_tokens"], record["training_s"]),
+    }
+
+
+def _ratio(count: int, seconds: float) -> float | None:
+    return count / seconds if seconds > 0 else None
 
 
 def _all_equal(group: Group) -> bool:

@@ -80,12 +80,22 @@ class Codec:
                 found[name] = value["content"] if isinstance(value, dict) else value
         return found
 
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return isinstance(self._template_text, str)
+
     @cached_property
-    def _template(self) -> Template:
+    def _template_text(self) -> Any:
         file = self._dir / "chat_template.jinja"
         text = file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
         if isinstance(text, list):
             text = next((item["template"] for item in text if item.get("name") == "default"), None)
+        return text
+
+    @cached_property
+    def _template(self) -> Template:
+        text = self._template_text
         if not isinstance(text, str):
             raise InputError(f"the prompts are chats, but the model in {self._dir} has no chat template")
         environment = ImmutableSandboxedEnvironment(

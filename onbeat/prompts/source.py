@@ -13,6 +13,9 @@ from onbeat.prompts.codec import Codec
 from onbeat.prompts.rows import Row
 from onbeat.types import Prompt
 
+_HELD_OUT_EPOCH = 2**32 - 1
+"""No run gets so far: a shuffle of its own."""
+
 
 def encode_rows(rows: Sequence[Row], codec: Codec, max_prompt_tokens: int) -> tuple[list[Prompt], list[str]]:
     """The rows as prompts, and the ids of those that were too long and left out."""
@@ -28,6 +31,15 @@ def encode_rows(rows: Sequence[Row], codec: Codec, max_prompt_tokens: int) -> tu
     if not prompts:
         raise InputError(f"none of the {len(rows)} prompts has between 1 and {max_prompt_tokens} tokens")
     return prompts, dropped
+
+
+def hold_out(rows: Sequence[Row], num_rows: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """The rows to train on, in their order, and `num_rows` others to evaluate on, chosen by the seed alone."""
+    if num_rows >= len(rows):
+        raise InputError(f"data.eval_rows = {num_rows} would leave nothing to train on: there are {len(rows)} rows")
+    chosen = set(shuffled(len(rows), seed=seed, epoch=_HELD_OUT_EPOCH)[:num_rows])
+    train = [row for number, row in enumerate(rows) if number not in chosen]
+    return train, [rows[number] for number in sorted(chosen)]
 
 
 class PromptCursor:

@@ -74,6 +74,10 @@ class RewardScorer:
     def counts(self) -> ScorerCounts:
         return self._workers.counts
 
+    def workers(self) -> list[tuple[str, int, str]]:
+        """Name, pid and state of every process."""
+        return self._workers.states()
+
     async def start(self) -> None:
         """Raises InputError, with a sentence for the user, if a function cannot be loaded."""
         await self._workers.start()

@@ -48,6 +48,20 @@ class RewardProcess:
         """How it ended; None while it can be asked."""
         self.reader = asyncio.create_task(self._read())
 
+    @property
+    def name(self) -> str:
+        return self._child.name
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def state(self) -> str:
+        if self.end is not None:
+            return self.end
+        return "waiting" if self._expected is None else "loading" if self._expected == _LOADING else "scoring"
+
     async def loaded(self, timeout_s: float) -> str | None:
         """None once its functions are loaded, or the sentence that says why they are not."""
         try:
@@ -150,6 +164,10 @@ class RewardWorkers:
         self._readers: set[asyncio.Task[None]] = set()
         self._num_calls = 0
         self._closed = False
+
+    def states(self) -> list[tuple[str, int, str]]:
+        """Name, pid and state of every process."""
+        return [(seat.process.name, seat.process.pid, seat.process.state) for seat in self._seats if seat.process]
 
     async def start(self) -> None:
         """Fill every seat. Raises InputError if the functions cannot be loaded; then nothing is left running."""

@@ -29,6 +29,7 @@ import msgspec
 
 from onbeat.errors import InputError, NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
 from onbeat.protocols import Generator, Tracer, no_trace
+from onbeat.status import GroupStatus, WorkerStatus
 from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
 HarvestKey = tuple[Stream, int]
@@ -47,6 +48,7 @@ class PoolCounts:
 @dataclass(slots=True)
 class _Job:
     request: GroupRequest
+    since_s: float
     received: dict[int, Completion] = field(default_factory=dict)
 
     @property
@@ -65,6 +67,14 @@ class _Member:
     """It said it has sampled."""
     outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
     began_s: dict[GroupKey, float] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        if self.serves is None:
+            return "has no weights yet"
+        sequences = sum(map(len, self.outstanding.values()))
+        doing = f"{sequences} sequences of {len(self.outstanding)} groups" if sequences else "idle"
+        return f"{doing}, version {self.serves}, {self.num_tokens} tokens so far"
 
 
 class Harvest:
@@ -113,6 +123,28 @@ class Pool:
     def tokens_so_far(self) -> dict[str, int]:
         """Sampled by each generator since it started, as far as it has told."""
         return {name: member.num_tokens for name, member in self._members.items()}
+
+    def groups(self, now_s: float) -> list[GroupStatus]:
+        """What is wanted and not complete."""
+        at = {key: name for name, member in self._members.items() for key in member.outstanding}
+        return [
+            GroupStatus(
+                stream=job.request.stream,
+                slot=job.request.slot,
+                state="generating" if key in at else "waiting",
+                worker=at.get(key),
+                num_done=len(job.received),
+                num_samples=len(job.request.samples),
+                age_s=now_s - job.since_s,
+            )
+            for key, job in self._jobs.items()
+        ]
+
+    def workers(self) -> list[WorkerStatus]:
+        return [
+            WorkerStatus(name=name, pid=getattr(member.generator, "pid", 0), state=member.state)
+            for name, member in self._members.items()
+        ]
 
     def add(self, generator: Generator) -> None:
         """A generator joins. It gets no work before `serves` says what it may serve."""
@@ -186,7 +218,7 @@ class Pool:
         """Want a group. It is refused if no generator could ever serve it."""
         if (reason := self.why_never(request)) is not None:
             raise InputError(reason)
-        self._jobs[_key(request)] = _Job(request)
+        self._jobs[_key(request)] = _Job(request, asyncio.get_running_loop().time())
         self._queue(request)
         self._dispatch()
 

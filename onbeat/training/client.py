@@ -2,6 +2,7 @@
 
     accumulate ──▶ at most WINDOW micro-batches in the child ──▶ Accumulated
     step, snapshot, export ──▶ answered in order, after everything before them
+    save_part ──▶ answered when it is written; one at a time
 
 The window is 2: one being computed and one in the socket, so that the child never waits for us. `accumulate` waits
 when it is full; that is all that holds the loop back. If the child dies, whoever waits, and every later call, gets
@@ -26,6 +27,8 @@ from onbeat.messages import (
     Exported,
     Failed,
     FromTrainer,
+    PartSaved,
+    SavePart,
     SnapshotTaken,
     Step,
     Stepped,
@@ -39,6 +42,28 @@ from onbeat.types import MicroBatch, UpdateTotals
 WINDOW = 2
 R = TypeVar("R", Accumulated, Stepped, SnapshotTaken, Exported)
 Answer = Accumulated | Stepped | SnapshotTaken | Exported
+
+
+async def read_weights(launcher: Launcher, settings: WorkerSettings) -> Snapshot:
+    """The weights in the model's directory, as version 0, read by a process that ends after it."""
+    child: Child[FromTrainer] = await launcher.spawn(
+        name=settings.name,
+        entry="onbeat.training.worker:publish_model",
+        settings=settings,
+        receives=FromTrainer,
+        uses_torch=True,
+    )
+    taken = await first_word(child, SnapshotTaken)
+    handle = child.connection.take_fd()
+    return Snapshot(version=taken.version, digest=taken.digest, num_bytes=taken.num_bytes, handle=handle)
+
+
+_NAMES: dict[type[Struct], str] = {
+    Accumulate: "forward and backward",
+    Step: "optimizer step",
+    TakeSnapshot: "publishing",
+    Export: "writing the model",
+}
 
 
 class TrainerClient:
@@ -56,7 +81,10 @@ class TrainerClient:
         self.why_not_shared = why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._pending: deque[asyncio.Future[Answer]] = deque()
+        self._orders: deque[str] = deque()
+        """What each of them was."""
         self._window = asyncio.Semaphore(WINDOW)
+        self._saving: asyncio.Future[PartSaved] | None = None
         self._failure: WorkerError | None = None
         self._reader = asyncio.create_task(self._read())
 
@@ -81,6 +109,11 @@ class TrainerClient:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def doing(self) -> str:
+        """What it was asked for first of what it has not answered."""
+        return self._orders[0] if self._orders else "waiting"
+
     async def accumulate(self, microbatch: MicroBatch) -> None:
         if not microbatch.groups:
             return
@@ -101,6 +134,18 @@ class TrainerClient:
         taken = await self._ask(TakeSnapshot(version), SnapshotTaken)
         handle = self._child.connection.take_fd()
         return Snapshot(version=taken.version, digest=taken.digest, num_bytes=taken.num_bytes, handle=handle)
+
+    async def save_part(self, directory: str) -> PartSaved:
+        """Write the trainer's part of a checkpoint of the weights as they are now; other calls need not wait."""
+        assert self._saving is None, "one part at a time"
+        if self._failure is not None:
+            raise self._failure
+        self._saving = asyncio.get_running_loop().create_future()
+        try:
+            self._child.connection.send(SavePart(directory))
+            return await self._saving
+        finally:
+            self._saving = None
 
     async def export(self, directory: str) -> None:
         await self._ask(Export(directory), Exported)
@@ -123,6 +168,7 @@ class TrainerClient:
             if not self._pending:
                 self._on_work(True)
             self._pending.append(answer)
+            self._orders.append(_NAMES[type(order)])
             self._child.connection.send(order)
         return answer
 
@@ -134,10 +180,14 @@ class TrainerClient:
                         raise WorkerError(f"{self._child.name}: {reason}")
                     case TrainerReady():
                         raise WorkerError(f"{self._child.name} started twice")
+                    case PartSaved():
+                        if self._saving is not None and not self._saving.done():
+                            self._saving.set_result(message)
                     case _ if not self._pending:
                         raise WorkerError(f"{self._child.name} sent a {type(message).__name__} that nobody asked for")
                     case _:
                         answer = self._pending.popleft()
+                        self._orders.popleft()
                         if not self._pending:
                             self._on_work(False)
                         if not answer.cancelled():  # else whoever asked is being stopped
@@ -147,6 +197,8 @@ class TrainerClient:
         except WorkerError as error:
             self._failure = error
             for answer in self._pending:
-                if not answer.cancelled():
+                if not answer.done():
                     answer.set_exception(error)
+            if self._saving is not None and not self._saving.done():
+                self._saving.set_exception(error)
             self._pending.clear()

@@ -13,9 +13,12 @@ from pathlib import Path
 import torch
 
 from onbeat.batch.layout import Layout, split_group
+from onbeat.checkpoint import Tensor
 from onbeat.config import Config, TrainerConfig
+from onbeat.device import load_model
 from onbeat.protocols import UpdateReport
 from onbeat.training.losses import denominator, grpo_token_loss, token_weights
+from onbeat.training.state import load_rank_state, rank_state
 from onbeat.training.tri_model import Logprobs, TriModel
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights import snapshot
@@ -39,7 +42,7 @@ class GrpoTrainer:
         self._algorithm = config.algorithm
         self._settings = config.trainer
         self._max_new_tokens = config.sampling.max_new_tokens
-        self._num_updates = config.num_updates
+        self._planned_updates = config.num_updates
         self._models = TriModel(
             model_dir,
             temperature=config.sampling.temperature,
@@ -51,7 +54,8 @@ class GrpoTrainer:
         self.why_not_shared = self._models.why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._optimizer = build_optimizer(self.model, config.trainer)
-        self._update = 0
+        self.num_updates = 0
+        """So far, those that were skipped included."""
         self._sums = _Sums()
 
     def accumulate(self, microbatch: MicroBatch) -> None:
@@ -105,7 +109,7 @@ class GrpoTrainer:
             else:
                 parameter.grad /= divisor
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
-        rate = learning_rate(self._update, self._num_updates, self._settings)
+        rate = learning_rate(self.num_updates, self._planned_updates, self._settings)
         finite = math.isfinite(norm) and math.isfinite(self._sums.loss)
         if finite:
             for group in self._optimizer.param_groups:
@@ -113,7 +117,7 @@ class GrpoTrainer:
             self._models.before_step()
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)  # the memory is wanted again in a moment
-        self._update += 1
+        self.num_updates += 1
         report = self._report(divisor, norm, rate, stepped=finite)
         self._sums = _Sums()
         return report
@@ -142,9 +146,22 @@ class GrpoTrainer:
         self._models.open_period()
         return snapshot.write(self.model.named_parameters())
 
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of this rank. Views: they change with the next step."""
+        return rank_state(self.model, self._optimizer, self.num_updates)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint's part."""
+        self.num_updates = load_rank_state(self.model, self._optimizer, checkpoint / "rank-0.safetensors")
+
     def export(self, directory: Path) -> None:
         """The model in Hugging Face format."""
         self.model.save_pretrained(directory)
+
+
+def model_snapshot(model_dir: str) -> tuple[int, int, str]:
+    """The weights of a model as they are on the disk, in sealed memory: (descriptor, size, digest)."""
+    return snapshot.write(load_model(model_dir).named_parameters())
 
 
 def build_optimizer(model: torch.nn.Module, settings: TrainerConfig) -> torch.optim.AdamW:

@@ -1,18 +1,27 @@
-"""The trainer process: takes orders one after another and answers each."""
+"""The trainer process: takes orders one after another and answers each.
+
+    main thread      Accumulate ─ Accumulate ─ Step ······ waits ······▶ step
+    saving thread    SavePart ── writes weights and moments ──┘ PartSaved
+
+Weights and moments move in `step` alone, which waits for the saving thread: what is written is one moment's state, and
+no copy of it is made. One part is written at a time. The socket is locked per message.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
+from onbeat.checkpoint import write_part
 from onbeat.config import Config
 from onbeat.device import prepare_process
-from onbeat.errors import InputError
+from onbeat.errors import CheckpointError, InputError
 from onbeat.functions import raised
 from onbeat.messages import (
     Accumulate,
@@ -20,6 +29,8 @@ from onbeat.messages import (
     Export,
     Exported,
     Failed,
+    PartSaved,
+    SavePart,
     SnapshotTaken,
     Step,
     Stepped,
@@ -28,7 +39,7 @@ from onbeat.messages import (
     TrainerReady,
     WorkerSettings,
 )
-from onbeat.training.trainer import GrpoTrainer
+from onbeat.training.trainer import GrpoTrainer, model_snapshot
 from onbeat.wire import Channel
 
 
@@ -37,6 +48,8 @@ class TrainerWorker:
         self._channel = channel
         self._trainer = trainer
         self._model_dir = model_dir
+        self._saving: threading.Thread | None = None
+        self._sending = threading.Lock()
 
     def run(self) -> None:
         while (message := self._channel.recv()) is not None:
@@ -47,17 +60,38 @@ class TrainerWorker:
         match message:
             case Accumulate(microbatch=microbatch):
                 self._trainer.accumulate(microbatch)
-                self._channel.send(Accumulated(microbatch.index, began_s, time.monotonic()))
+                self._send(Accumulated(microbatch.index, began_s, time.monotonic()))
             case Step(totals=totals):
+                self._finish_saving()
                 report = self._trainer.step(totals)
-                self._channel.send(Stepped(report, began_s, time.monotonic()))
+                self._send(Stepped(report, began_s, time.monotonic()))
             case TakeSnapshot(version=version):
                 fd, num_bytes, digest = self._trainer.snapshot()
-                self._channel.send(SnapshotTaken(version, digest, num_bytes), [fd])
+                self._send(SnapshotTaken(version, digest, num_bytes), [fd])
                 os.close(fd)
+            case SavePart(directory=directory):
+                self._finish_saving()
+                self._saving = threading.Thread(target=self._save, args=(Path(directory),), name="saving")
+                self._saving.start()
             case Export(directory=directory):
                 export(self._trainer, self._model_dir, Path(directory))
-                self._channel.send(Exported(directory))
+                self._send(Exported(directory))
+
+    def _save(self, directory: Path) -> None:
+        try:
+            part = write_part(directory, "rank-0.safetensors", self._trainer.state())
+            self._send(PartSaved(self._trainer.num_updates, part))
+        except CheckpointError as error:
+            self._send(PartSaved(self._trainer.num_updates, None, str(error)))
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def _send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
+        with self._sending:
+            self._channel.send(message, fds)
 
 
 def export(trainer: GrpoTrainer, model_dir: Path, directory: Path) -> None:
@@ -76,9 +110,23 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         config = Config.model_validate_json(settings.config)
         prepare_process(config.trainer.threads)
         trainer = GrpoTrainer(config, settings.model_dir)
+        if settings.checkpoint is not None:
+            trainer.restore(Path(settings.checkpoint))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared))
         TrainerWorker(channel, trainer, Path(settings.model_dir)).run()
+    except Exception as error:
+        channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
+        raise
+
+
+def publish_model(sock: socket.socket, settings_bytes: bytes) -> None:
+    """Send the model's weights as they are on the disk, and end."""
+    settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
+    channel: Channel[ToTrainer] = Channel(sock, ToTrainer)
+    try:
+        fd, num_bytes, digest = model_snapshot(settings.model_dir)
+        channel.send(SnapshotTaken(0, digest, num_bytes), [fd])
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise

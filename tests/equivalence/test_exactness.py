@@ -75,7 +75,7 @@ def overlaps(run_dir: Path) -> list[bool]:
     events = json.loads((run_dir / "trace.json").read_text())
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans = [(lanes[e["pid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    assert {"publish", "first token", "generator-0", "scorer", "trainer-0"} == set(lanes.values())
+    assert {"publish", "first token", "generator-0", "scorer", "trainer-0", "checkpoint"} == set(lanes.values())
     versions = [f"generator-0 version {period}" for period in range(SMALL["schedule.periods"])]
     assert [span[1] for span in spans if span[0] == "first token"][: len(versions)] == versions
     found = []

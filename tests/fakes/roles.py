@@ -14,7 +14,7 @@ from onbeat.keyed import sequence_key, uniform
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.period import train
-from onbeat.protocols import GeneratorEvents, Snapshot, UpdateReport
+from onbeat.protocols import Evaluated, GeneratorEvents, Snapshot, UpdateReport
 from onbeat.rollout.pool import Pool
 from onbeat.types import Completion, Group, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, Sampling, UpdateTotals
 from onbeat.weights.memory import MemoryChannel
@@ -175,7 +175,7 @@ class NoEvaluation:
     def due(self, version: int) -> bool:
         return False
 
-    async def run(self, version: int) -> list[Group]:
+    async def run(self, version: int) -> Evaluated:
         raise AssertionError("not due")
 
 
@@ -187,7 +187,8 @@ class Silent:
 
     def publishing(self, version: int) -> None: ...
     def published(self, version: int) -> None: ...
-    def evaluated(self, version: int, groups: list[Group]) -> None: ...
+    def evaluated(self, version: int, evaluated: Evaluated) -> None: ...
+    async def boundary(self, version: int) -> None: ...
 
     def period_closed(self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport]) -> None:
         self.groups[version] = groups
@@ -229,6 +230,7 @@ async def run_fake_loop(
             channel=channel,
             evaluation=NoEvaluation(),
             observer=observer,
+            saver=observer,
         )
     finally:
         channel.close()

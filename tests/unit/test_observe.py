@@ -5,18 +5,25 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onbeat.errors import InputError
-from onbeat.observe.metrics import accuracy, group_metrics, mean, update_metrics
+from onbeat.config import load
+from onbeat.errors import ConfigError, InputError, NumbersError
+from onbeat.observe.health import EQUAL_PERIODS, Health
+from onbeat.observe.intervals import length, overlap
+from onbeat.observe.metrics import accuracy, evaluation_metrics, group_metrics, mean, update_metrics
 from onbeat.observe.recorder import Recorder, number, percent
 from onbeat.observe.trace import Trace
-from onbeat.protocols import UpdateReport
+from onbeat.observe.trackers import TensorBoard, Trackers, open_trackers
+from onbeat.protocols import Evaluated, UpdateReport
+from onbeat.run_dir import RunDir
 from onbeat.types import Completion, FinishReason, Group, Prompt, Rollout
+from tests.fakes.runs import RECIPE
 
 # The trace
 
@@ -194,12 +201,168 @@ def test_the_updates_of_a_period_make_one_record() -> None:
     }
 
 
-def test_a_record_is_on_disk_when_its_period_has_closed(tmp_path: Path) -> None:
-    lines: list[str] = []
-    recorder = Recorder(tmp_path, accuracy_threshold=1.0, num_periods=2, say=lines.append, warn=lines.append)
+def recorder_in(run_dir: Path, lines: list[str]) -> Recorder:
+    (run_dir / "rollouts").mkdir(exist_ok=True)
+    return Recorder(
+        RunDir(run_dir, None),
+        accuracy_threshold=1.0,
+        num_periods=2,
+        rollout_groups=8,
+        trackers=Trackers([], lines.append),
+        say=lines.append,
+        warn=lines.append,
+    )
+
+
+def test_a_resumed_run_has_the_records_of_the_one_before(tmp_path: Path) -> None:
+    for period in (0, 1):
+        recorder = recorder_in(tmp_path, [])
+        recorder.publishing(period)
+        recorder.published(period)
+        recorder.period_closed(period, [group(rollout(1.0), rollout(0.0))], 0, [report()])
+        recorder.evaluated(period, Evaluated(greedy=[group(rollout(period))], sampled=[]))
+        recorder.close()
+    recorder = recorder_in(tmp_path, [])
+    assert [record["period"] for record in recorder.records] == [0, 1]
+    assert (recorder.accuracy_of(0), recorder.accuracy_of(1), recorder.accuracy_of(2)) == (0.0, 1.0, None)
+    assert recorder.best_version() == 1
+
+
+# Where the time went
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))
+
+
+@given(left=INTERVALS, right=INTERVALS)
+def test_lengths_and_overlaps_are_those_of_the_seconds_one_by_one(left: Any, right: Any) -> None:
+    def seconds(intervals: list[tuple[int, int]]) -> set[int]:
+        return {second for began, ended in intervals for second in range(began, ended)}
+
+    assert length(left) == len(seconds(left))
+    assert overlap(left, right) == len(seconds(left) & seconds(right))
+
+
+def test_a_periods_seconds_are_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 101.0, 103.0, 120.0])  # made, publishing, published, closed
+    monkeypatch.setattr("onbeat.observe.recorder.time.monotonic", lambda: next(clock))
+    recorder = recorder_in(tmp_path, [])
     recorder.publishing(0)
     recorder.published(0)
-    recorder.evaluated(0, [group(rollout(None))])
+    for lane, began_s, ended_s in (
+        ("generator-0", 103.0, 109.0), ("generator-0", 105.0, 113.0), ("generator-1", 103.0, 107.0),
+        ("trainer-0", 108.0, 112.0), ("trainer-0", 112.0, 119.0),
+    ):  # fmt: skip
+        recorder.span(lane, "", began_s, ended_s)
+    recorder.period_closed(0, [group(rollout(1.0, tokens=14))], 0, [report(num_trained_tokens=22)])
+    record = recorder.records[0]
+    assert (record["period_s"], record["publish_s"], record["training_s"]) == (19.0, 2.0, 11.0)
+    assert record["trainer_waiting_s"] == 6.0
+    assert record["generators_busy_s"] == (10.0 + 4.0) / 2
+    assert record["overlap_s"] == 5.0
+    assert (record["generated_tokens_per_s"], record["trained_tokens_per_s"]) == (2.0, 2.0)
+
+
+# A run that gets nowhere
+
+
+def judge(health: Health, period: int, groups: list[Group], *reports: UpdateReport) -> None:
+    record = {"period": period, **group_metrics(groups, 1.0)}
+    health.check(record, groups, reports)
+
+
+def test_three_skipped_steps_in_a_row_stop_the_run() -> None:
+    told: list[str] = []
+    health = Health(told.append)
+    varied = [group(rollout(1.0), rollout(0.0))]
+    bad = report(stepped=False, grad_norm=float("nan"), loss=float("nan"))
+    judge(health, 0, varied, bad, bad, report(), bad)
+    assert len(told) == 3
+    judge(health, 1, varied, bad)
+    with pytest.raises(NumbersError, match="period 3: 3 optimizer steps in a row had to be skipped"):
+        judge(health, 2, varied, bad)
+
+
+def test_a_run_whose_rewards_never_differ_is_told_so_once() -> None:
+    told: list[str] = []
+    health = Health(told.append)
+    equal, varied = [group(rollout(0.0), rollout(0.0))], [group(rollout(1.0), rollout(0.0))]
+    for period in range(EQUAL_PERIODS - 1):
+        judge(health, period, equal, report())
+    judge(health, 4, varied, report())
+    assert told == []
+    for period in range(5, 5 + EQUAL_PERIODS + 3):
+        judge(health, period, equal, report())
+    assert len(told) == 1
+    assert f"for {EQUAL_PERIODS} periods all completions of every prompt have had the same reward (now 0.0)" in told[0]
+
+
+def test_pass_at_k_counts_prompts_with_a_right_answer() -> None:
+    right, wrong, unscored = rollout(1.0), rollout(0.0), rollout(None)
+    evaluated = Evaluated(
+        greedy=[group(right), group(wrong), group(wrong)],
+        sampled=[
+            group(right, right, wrong, wrong),
+            group(wrong, wrong, wrong, right),
+            group(wrong, unscored, wrong, wrong),
+        ],
+    )
+    assert evaluation_metrics(evaluated, 1.0) == {
+        "accuracy": pytest.approx(1 / 3),
+        "num_prompts": 3,
+        "pass@1": pytest.approx(0.25),
+        "pass@4": pytest.approx(2 / 3),
+    }
+
+
+# Trackers
+
+
+def test_tensorboard_gets_every_number_by_name_and_period(tmp_path: Path) -> None:
+    trackers = Trackers([TensorBoard(tmp_path)], pytest.fail)
+    trackers.log({"reward_mean": 0.5, "kl": None, "note": "text", "num_groups": 3}, step=7)
+    trackers.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["num_groups", "reward_mean"]
+    assert [(event.step, event.value) for event in events.Scalars("reward_mean")] == [(7, 0.5)]
+
+
+def test_a_tracker_that_fails_costs_its_own_figures_and_a_warning() -> None:
+    class Broken:
+        def log(self, numbers: Any, step: int) -> None:
+            raise OSError("no network")
+
+        def close(self) -> None:
+            raise AssertionError("it is out")
+
+    class Good:
+        logged: ClassVar[list[int]] = []
+
+        def log(self, numbers: Any, step: int) -> None:
+            self.logged.append(step)
+
+        def close(self) -> None: ...
+
+    told: list[str] = []
+    trackers = Trackers([Broken(), Good()], told.append)
+    for step in range(3):
+        trackers.log({"loss": 1.0}, step)
+    trackers.close()
+    assert Good.logged == [0, 1, 2]
+    assert told == ["Broken gets no more figures: OSError: no network"]
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = load([RECIPE], {"track.trackio": "mine"})
+    with pytest.raises(ConfigError, match=r"track.trackio is set, but trackio cannot be imported"):
+        open_trackers(config, tmp_path, pytest.fail)
+
+
+def test_a_record_is_on_disk_when_its_period_has_closed(tmp_path: Path) -> None:
+    lines: list[str] = []
+    recorder = recorder_in(tmp_path, lines)
+    recorder.publishing(0)
+    recorder.published(0)
+    recorder.evaluated(0, Evaluated(greedy=[group(rollout(None))], sampled=[]))
     recorder.period_closed(0, [group(rollout(1.0), rollout(0.0))], 0, [report(grad_norm=2.0, num_trained_tokens=2)])
     recorder.publishing(1)
     recorder.published(1)
@@ -209,7 +372,11 @@ def test_a_record_is_on_disk_when_its_period_has_closed(tmp_path: Path) -> None:
     assert records == recorder.records
     assert [record["period"] for record in records] == [0, 1]
     assert [record["accuracy"] for record in records] == [0.5, None]
-    assert recorder.evaluations == {0: None}
+    assert recorder.evaluations == [{"version": 0, "accuracy": None, "num_prompts": 1}]
+    assert records[0]["trainer_waiting_s"] >= 0.0
+    assert records[0]["trained_tokens_per_s"] is None
+    rollouts = [json.loads(line) for line in (tmp_path / "rollouts" / "period-000000.jsonl").read_text().splitlines()]
+    assert [record["reward"] for record in rollouts] == [1.0, 0.0]
     assert len(lines) == 3
     assert "accuracy 50.0 %" in lines[1]
     assert "accuracy –" in lines[2]

@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from onbeat.errors import InputError
 from onbeat.prompts.codec import Codec
 from onbeat.prompts.rows import read_rows
-from onbeat.prompts.source import PromptCursor, encode_rows
+from onbeat.prompts.source import PromptCursor, encode_rows, hold_out
 from onbeat.types import Prompt
 
 # Rows
@@ -163,7 +166,10 @@ def test_a_function_that_fails_is_named(tmp_path: Path, body: str, complaint: st
 def test_a_source_without_rows_or_of_no_known_kind_is_refused(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", "\n\n")
     assert refusal(empty) == f"{empty} has no rows"
-    assert refusal("rows.xml") == "data.path = 'rows.xml' is neither a .jsonl, .json, .csv file nor file.py:function"
+    assert refusal("rows.xml") == (
+        "data.path = 'rows.xml' is neither a .jsonl, .json, .csv, .parquet file, nor a directory, nor file.py:function,"
+        " nor the name of a Hugging Face dataset (owner/name)"
+    )
     assert refusal(str(tmp_path / "no.jsonl")).startswith(f"cannot read {tmp_path / 'no.jsonl'}: ")
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     assert refusal(str(tmp_path / "latin.jsonl")).startswith(f"cannot read {tmp_path / 'latin.jsonl'}: ")
@@ -439,3 +445,64 @@ def test_seeds_and_epochs_differ_in_their_order() -> None:
 
 def test_without_shuffling_the_rows_come_as_they_are_and_again() -> None:
     assert order(PromptCursor(numbered(3), seed=1, shuffle=False), [2, 5]) == [0, 1, 2, 0, 1, 2, 0]
+
+
+# Other formats
+
+
+def saved_rows(count: int = 5) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "info": {"level": n}} for n in range(count)]
+
+
+def test_parquet_files_and_directories_of_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+    rows = saved_rows()
+    parquet.write_table(pa.Table.from_pylist(rows[3:]), tmp_path / "b.parquet", row_group_size=1)
+    assert read_rows(str(tmp_path / "b.parquet")) == rows[3:]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    (tmp_path / "README.md").write_text("not data")
+    assert read_rows(str(tmp_path)) == rows
+
+
+def test_a_hugging_face_dataset_on_disk_is_read_by_split(tmp_path: Path) -> None:
+    rows = saved_rows()
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "one"))
+    splits = {"train": datasets.Dataset.from_list(rows[:3]), "test": datasets.Dataset.from_list(rows[3:])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    assert read_rows(str(tmp_path / "one")) == rows
+    assert read_rows(str(tmp_path / "both")) == rows[:3]
+    assert read_rows(str(tmp_path / "both"), split="test") == rows[3:]
+    with pytest.raises(InputError, match=r"has no split 'validation' \(data.split\); it has \['test', 'train'\]"):
+        read_rows(str(tmp_path / "both"), split="validation")
+
+
+def test_a_dataset_that_is_nowhere_is_refused_with_the_name_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*arguments: Any, **keywords: Any) -> Any:
+        raise ConnectionError("the hub cannot be reached\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(InputError, match=r"'nobody/nothing' is not on this disk, and as a .* ConnectionError: the hub"):
+        read_rows("nobody/nothing")
+
+
+def test_a_file_that_is_not_parquet_and_a_directory_without_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"not parquet")
+    with pytest.raises(InputError, match=r"rows.parquet is not parquet"):
+        read_rows(str(tmp_path / "rows.parquet"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"has no .jsonl, .json, .csv, .parquet file"):
+        read_rows(str(tmp_path / "empty"))
+    with pytest.raises(InputError, match=r"cannot read .*missing.parquet"):
+        read_rows(str(tmp_path / "missing.parquet"))
+
+
+@given(count=st.integers(2, 50), held=st.integers(0, 60), seed=st.integers(0, 5))
+def test_held_out_rows_are_chosen_by_the_seed_and_trained_on_by_nobody(count: int, held: int, seed: int) -> None:
+    rows = saved_rows(count)
+    if held >= count:
+        with pytest.raises(InputError, match=f"data.eval_rows = {held} would leave nothing to train on"):
+            hold_out(rows, held, seed)
+        return
+    train, held_out = hold_out(rows, held, seed)
+    assert len(held_out) == held
+    assert sorted(train + held_out, key=lambda row: row["info"]["level"]) == rows
+    assert (train, held_out) == hold_out(rows, held, seed)

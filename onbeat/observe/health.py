@@ -1,0 +1,66 @@
+"""A run that goes on without getting anywhere is told so, and stopped when that is certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onbeat.errors import InputError, NumbersError
+from onbeat.observe.metrics import Record
+from onbeat.protocols import UpdateReport
+from onbeat.types import Group
+
+MAX_SKIPPED_IN_A_ROW = 3
+"""Optimizer steps whose loss or gradient is not finite."""
+EQUAL_PERIODS = 5
+"""Periods in which no group had two different rewards, before somebody should know."""
+_MAX_KINDS = 20
+
+
+class Health:
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._problems: set[str] = set()
+        self._skipped = 0
+        self._equal = 0
+
+    def check(self, record: Record, groups: Sequence[Group], reports: Sequence[UpdateReport]) -> None:
+        """Each kind of problem is told once; what cannot get better stops the run."""
+        period = f"period {record['period'] + 1}"
+        self._check_rewards(period, groups)
+        self._check_numbers(period, reports)
+        self._equal = self._equal + 1 if record["zero_variance_share"] == 1.0 else 0
+        if self._equal == EQUAL_PERIODS:
+            self._warn(
+                f"{period}: for {EQUAL_PERIODS} periods all completions of every prompt have had the same reward (now "
+                f"{record['reward_mean']}), and nothing is learned. If the model always fails, give it easier prompts, "
+                "a reward with partial credit, a larger algorithm.group_size or more sampling.max_new_tokens; if it "
+                "always succeeds, harder prompts"
+            )
+
+    def _check_rewards(self, period: str, groups: Sequence[Group]) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for rollout in rollouts:
+            if rollout.problem is not None and rollout.problem not in self._problems:
+                if len(self._problems) < _MAX_KINDS:
+                    self._warn(f"{period}: unscorable: {rollout.problem}")
+                self._problems.add(rollout.problem)
+        if rollouts and not any(rollout.scorable for rollout in rollouts):
+            raise InputError(
+                f"{period}: not one of {len(rollouts)} completions could be scored, so there is nothing to learn from: "
+                f"{rollouts[0].problem}"
+            )
+
+    def _check_numbers(self, period: str, reports: Sequence[UpdateReport]) -> None:
+        for report in reports:
+            self._skipped = 0 if report.stepped else self._skipped + 1
+            if not report.stepped:
+                self._warn(
+                    f"{period}: the loss ({report.loss}) or the gradient's norm ({report.grad_norm}) is not finite; "
+                    "the optimizer step was skipped"
+                )
+            if self._skipped == MAX_SKIPPED_IN_A_ROW:
+                raise NumbersError(
+                    f"{period}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had to be skipped: the weights are "
+                    "still finite, what they compute is not; lower trainer.learning_rate and begin again, or --resume "
+                    "from the last checkpoint with other data"
+                )

@@ -1,0 +1,181 @@
+"""The run's directory: who may write there, and what a run that is resumed finds there.
+
+config.toml          the resolved recipe
+.lock                held by the run that writes here, for as long as it lives
+ledger.jsonl  metrics.jsonl  evaluations.jsonl      appended to; cut back to the checkpoint by --resume
+rollouts/            one file per period
+checkpoints/         checkpoint.py
+model/  trace.json  environment.json  logs/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onbeat.checkpoint import Checkpoint, CheckpointStore
+from onbeat.config import Config, load, to_toml
+from onbeat.errors import CheckpointError, ConfigError
+
+GROWING = ("ledger.jsonl", "metrics.jsonl", "evaluations.jsonl")
+"""What a run appends to."""
+ROLLOUTS = "rollouts"
+Say = Callable[[str], None]
+
+_MAY_CHANGE = (
+    "run.",
+    "checkpoint.",
+    "evaluation.",
+    "track.",
+    "cluster.",
+    "generator.count",
+    "generator.max_sequences",
+    "generator.cache_gib",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.accuracy_threshold",
+    "schedule.mode",
+    "schedule.periods",
+)
+"""Keys, or sections, without influence on the weights: a resumed run may set them anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+    checkpoint: Checkpoint | None
+    """What the run goes on from; None: it begins."""
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def rollouts(self, period: int) -> Path:
+        return self.path / ROLLOUTS / f"period-{period:06d}.jsonl"
+
+    def lengths(self) -> dict[str, int]:
+        """Bytes of what the run appends to, now."""
+        return {name: file.stat().st_size for name in GROWING if (file := self.path / name).exists()}
+
+
+@contextmanager
+def open_run_dir(config: Config, *, resume: bool, say: Say, warn: Say) -> Iterator[RunDir]:
+    """The directory of the configuration's run, for us alone: new, or cut back to its last whole checkpoint."""
+    path = Path(config.run.dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            checkpoint = _resumed(path, config, say, warn) if resume else None
+            if not resume:
+                _refuse_a_run(path)
+            (path / "config.toml").write_text(to_toml(config))
+            (path / ROLLOUTS).mkdir(exist_ok=True)
+            yield RunDir(path, checkpoint)
+    except OSError as error:
+        if error.filename is None or not str(error.filename).startswith(str(path)):
+            raise
+        raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The lock goes with the process, however it ends."""
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
+            raise ConfigError(
+                f"run.dir = {str(path)!r} belongs to a run that is still going (process {holder}); wait for it, stop "
+                "it, or name another directory with --run.dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_a_run(path: Path) -> None:
+    """No period of an earlier run is overwritten."""
+    if (path / "ledger.jsonl").exists():
+        raise ConfigError(
+            f"run.dir = {str(path)!r} already holds a run; go on with it by --resume, name another with --run.dir, or "
+            "remove it"
+        )
+
+
+def _resumed(path: Path, config: Config, say: Say, warn: Say) -> Checkpoint | None:
+    if not (path / "config.toml").exists():
+        raise ConfigError(f"--resume: run.dir = {str(path)!r} holds no run; leave --resume out to begin one")
+    changed = differences(load([path / "config.toml"]), config)
+    refuse_changes(changed, config)
+    for key, (before, now) in changed.items():
+        say(f"resuming with {key} = {now!r} (was {before!r})")
+    checkpoint = CheckpointStore(path / "checkpoints", config.checkpoint.keep).newest(warn)
+    version = checkpoint.manifest.version if checkpoint is not None else 0
+    cut_back(path, version, checkpoint.manifest.lengths if checkpoint is not None else {})
+    if checkpoint is None:
+        say("there is no checkpoint yet: the run begins anew")
+    else:
+        say(f"resuming from {checkpoint.directory} after {version} periods")
+    return checkpoint
+
+
+def cut_back(path: Path, version: int, lengths: Mapping[str, int]) -> None:
+    """Forget what was written after the boundary."""
+    for name in GROWING:
+        file, length = path / name, lengths.get(name, 0)
+        size = file.stat().st_size if file.exists() else 0
+        if size < length:
+            raise CheckpointError(f"{file} has {size:,} bytes, and had {length:,} when version {version} was saved")
+        if size > length:
+            os.truncate(file, length)
+        if length == 0:
+            file.unlink(missing_ok=True)
+    for file in (path / ROLLOUTS).glob("period-*.jsonl"):
+        if int(file.stem.removeprefix("period-")) >= version:
+            file.unlink()
+    if (trace := path / "trace.json").exists():
+        trace.rename(path / f"trace-until-{version:06d}.json")
+    shutil.rmtree(path / "model", ignore_errors=True)  # of the weights before the cut
+
+
+def differences(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → (value then, value now), where they differ."""
+    old, new = (_flat(config.model_dump(mode="json")) for config in (before, now))
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def refuse_changes(changed: Mapping[str, tuple[Any, Any]], config: Config) -> None:
+    """What would make of the run another one."""
+    for key, (before, now) in changed.items():
+        if not key.startswith(_MAY_CHANGE):
+            raise ConfigError(
+                f"--resume: {key} was {before!r} when the run began and is {now!r} now, which would make it another "
+                "run; set it back, or begin one with --run.dir"
+            )
+    if "schedule.periods" in changed and config.trainer.lr_schedule != "constant":
+        before, now = changed["schedule.periods"]
+        raise ConfigError(
+            f"--resume: schedule.periods was {before} when the run began and is {now} now, but the learning rate falls "
+            f"over all of them (trainer.lr_schedule = {config.trainer.lr_schedule!r}); set it back, or begin another "
+            "run with --run.dir"
+        )

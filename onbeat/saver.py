@@ -1,0 +1,121 @@
+"""When a run is saved: at period boundaries, in the background; at the end; and when it is interrupted.
+
+    boundary v ──▶ mark: cursor, lengths of the files ──▶ due? ──▶ task: trainer's part ─▶ manifest ─▶ rename
+    boundary v+1 … go on meanwhile; a save that is due waits for the one before
+
+Between two boundaries the trainer's weights are those of the first until its next step, so an interrupted run can
+still be saved as of its last boundary. Whether they are is the trainer's word: a part tells the number of updates in
+it. A save that fails is told and tried again at the next occasion; at the end it is an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from onbeat.checkpoint import CheckpointStore, Manifest
+from onbeat.errors import CheckpointError
+from onbeat.messages import PartSaved
+from onbeat.protocols import Tracer, no_trace
+
+
+class SavesParts(Protocol):
+    """A trainer, as the saver sees it."""
+
+    async def save_part(self, directory: str) -> PartSaved: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What must be remembered of a boundary the moment it is passed."""
+
+    cursor: int
+    lengths: dict[str, int]
+
+
+class Saver:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        trainer: SavesParts,
+        *,
+        every: int,
+        last_version: int,
+        updates_per_period: int,
+        config: dict[str, Any],
+        mark: Callable[[], Mark],
+        warn: Callable[[str], None],
+        trace: Tracer = no_trace,
+        resumed: int | None = None,
+    ) -> None:
+        """`resumed`: the version the run goes on from, which is on the disk already."""
+        self._store = store
+        self._trainer = trainer
+        self._every = every
+        self._last_version = last_version
+        self._updates_per_period = updates_per_period
+        self._config = config
+        self._mark = mark
+        self._warn = warn
+        self._trace = trace
+        self._boundary: tuple[int, Mark] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: CheckpointError | None = None
+        self._saved = resumed
+
+    async def boundary(self, version: int) -> None:
+        """Nothing is in flight. Returns when the weights of this version are being saved, or need not be."""
+        self._boundary = version, self._mark()
+        is_due = version == self._last_version or (self._every > 0 and version > 0 and version % self._every == 0)
+        if is_due and version != self._saved:
+            await self.finish()
+            self._task = asyncio.create_task(self._save(*self._boundary))
+
+    async def finish(self) -> None:
+        """Until nothing is being saved."""
+        if self._task is not None:
+            await self._task
+            self._task = None
+
+    async def end(self) -> None:
+        """The run is over: if it could not be saved, that is an error now."""
+        await self.finish()
+        if self._failure is not None:
+            raise self._failure
+        await asyncio.to_thread(self._store.prune)  # the last version has been evaluated since
+
+    async def interrupted(self) -> Path | None:
+        """Save the last boundary, if the weights are still those; the newest checkpoint, if there is one."""
+        await self.finish()
+        if self._boundary is not None and self._boundary[0] > 0 and self._boundary[0] != self._saved:
+            await self._save(*self._boundary)
+        versions = self._store.versions()
+        return self._store.directory / f"version-{versions[-1]:06d}" if versions else None
+
+    async def _save(self, version: int, mark: Mark) -> None:
+        began_s = asyncio.get_running_loop().time()
+        self._failure = None
+        try:
+            directory = await asyncio.to_thread(self._store.begin, version)
+            saved = await self._trainer.save_part(str(directory))
+            if saved.part is None:
+                raise CheckpointError(saved.problem or "the trainer could not save")
+            if saved.num_updates != version * self._updates_per_period:
+                return  # interrupted in the middle of the update: no boundary any more
+            manifest = Manifest(
+                version=version,
+                num_updates=saved.num_updates,
+                cursor=mark.cursor,
+                parts=(saved.part,),
+                lengths=mark.lengths,
+                config=self._config,
+            )
+            await asyncio.to_thread(self._store.commit, manifest)
+            self._saved = version
+        except CheckpointError as error:
+            self._failure = error
+            self._warn(f"version {version} was not saved: {error}")
+        self._trace("checkpoint", f"version {version}", began_s, asyncio.get_running_loop().time())

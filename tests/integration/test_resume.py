@@ -1,0 +1,113 @@
+"""Killed, interrupted, resumed: the run that comes out is the undisturbed one, bit for bit (R5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.runs import RECIPE, sha256
+
+PERIODS = 12
+FLAGS = [
+    f"--schedule.periods={PERIODS}",
+    "--checkpoint.every=2",
+    "--schedule.updates_per_period=2",
+    "--evaluation.every=4",
+    "--generator.count=2",
+]
+
+
+def command(run_dir: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "onbeat.cli", "train", RECIPE, *FLAGS, f"--run.dir={run_dir}", *more]
+
+
+def left_behind(run_dir: Path) -> tuple[str, str, str, list[dict[str, object]], list[str]]:
+    """Digests of weights, optimizer state and ledger; metrics without times; the files of rollouts."""
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steady = [{k: v for k, v in m.items() if not k.endswith("_s")} for m in metrics]
+    return (
+        sha256(run_dir / "model" / "model.safetensors"),
+        sha256(run_dir / "checkpoints" / f"version-{PERIODS:06d}" / "rank-0.safetensors"),
+        sha256(run_dir / "ledger.jsonl"),
+        steady,
+        sorted(sha256(file) for file in (run_dir / "rollouts").iterdir()),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    subprocess.run(command(run_dir), check=True, capture_output=True)
+    return run_dir
+
+
+def wait_for_periods(run_dir: Path, process: subprocess.Popen[bytes], num_periods: int) -> None:
+    """Until so many are written down, or the process has ended."""
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None and (metrics.read_bytes().count(b"\n") if metrics.exists() else 0) < num_periods:
+        time.sleep(0.002)
+
+
+def killed_and_resumed(run_dir: Path, seed: int) -> int:
+    """SIGKILL the whole run at random moments until it gets through; how often."""
+    rng = random.Random(seed)
+    kills, done = 0, 0
+    while True:
+        resume = ["--resume"] if (run_dir / "config.toml").exists() else []
+        process = subprocess.Popen(command(run_dir, *resume), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = min(PERIODS, done + rng.randint(1, 5))
+        if kills < 3:
+            wait_for_periods(run_dir, process, done)
+            time.sleep(rng.random() * 0.2)
+            process.kill()
+        output, _ = process.communicate()
+        if process.returncode == 0:
+            return kills
+        assert process.returncode == -signal.SIGKILL, output.decode()
+        kills += 1
+        metrics = run_dir / "metrics.jsonl"
+        done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
+    undisturbed: Path, tmp_path: Path, seed: int
+) -> None:
+    kills = killed_and_resumed(tmp_path / "run", seed)
+    assert kills >= 1
+    assert left_behind(tmp_path / "run") == left_behind(undisturbed)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_saved_leaves_nothing_running_and_goes_on(
+    undisturbed: Path, tmp_path: Path, how: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(run_dir, "--checkpoint.every=0"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    wait_for_periods(run_dir, process, 3)
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output.decode()
+    assert b"go on with --resume" in output
+    saved = sorted(os.listdir(run_dir / "checkpoints"))
+    assert len(saved) == 1
+    assert saved[0] >= "version-000003"
+    left = subprocess.run(["pgrep", "-f", str(run_dir)], capture_output=True, check=False)
+    assert left.stdout == b""
+    subprocess.run(command(run_dir, "--resume"), check=True, capture_output=True)
+    assert left_behind(run_dir) == left_behind(undisturbed)

@@ -1,0 +1,125 @@
+"""The run's directory: one writer, no run overwritten, and a resumed run that is the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.checkpoint import CheckpointStore, Manifest, write_part
+from onbeat.config import Config, load
+from onbeat.errors import CheckpointError, ConfigError
+from onbeat.run_dir import RunDir, open_run_dir
+from tests.fakes.runs import RECIPE
+
+
+def config(run_dir: Path, **overrides: Any) -> Config:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load([RECIPE], {"run.dir": str(run_dir), **keys})
+
+
+def opened(configuration: Config, *, resume: bool = False) -> tuple[RunDir, list[str]]:
+    told: list[str] = []
+    with open_run_dir(configuration, resume=resume, say=told.append, warn=told.append) as run_dir:
+        return run_dir, told
+
+
+def begun(path: Path, versions: tuple[int, ...] = ()) -> Config:
+    """A directory as a run leaves it that has trained four periods."""
+    configuration = config(path)
+    opened(configuration)
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        (path / name).write_text("".join(json.dumps({"period": n}) + "\n" for n in range(4)))
+    for period in range(4):
+        (path / "rollouts" / f"period-{period:06d}.jsonl").touch()
+    store = CheckpointStore(path / "checkpoints", keep=9)
+    for version in versions:
+        part = write_part(store.begin(version), "rank-0.safetensors", {})
+        lengths = {"ledger.jsonl": 14 * version, "metrics.jsonl": 14 * version}
+        store.commit(Manifest(version=version, num_updates=1, cursor=0, parts=(part,), lengths=lengths, config={}))
+    return configuration
+
+
+def test_no_period_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
+    configuration = begun(tmp_path)
+    with pytest.raises(ConfigError, match=r"already holds a run; go on with it by --resume"):
+        opened(configuration)
+
+
+def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom onbeat.config import load\nfrom onbeat.run_dir import open_run_dir\n"
+        "with open_run_dir(load([sys.argv[1]], {'run.dir': sys.argv[2]}), resume=False, say=print, warn=print):\n"
+        "    print('here', flush=True)\n    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, RECIPE, str(tmp_path)], stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"here\n"
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=rf"a run that is still going \(process {first.pid}\)"):
+                opened(config(tmp_path), resume=resume)
+        first.kill()
+        first.wait()
+    opened(config(tmp_path))
+
+
+def test_resuming_cuts_back_what_was_written_after_the_checkpoint(tmp_path: Path) -> None:
+    run_dir, told = opened(begun(tmp_path, versions=(1, 3)), resume=True)
+    assert run_dir.checkpoint is not None
+    assert run_dir.checkpoint.manifest.version == 3
+    assert [json.loads(line)["period"] for line in (tmp_path / "ledger.jsonl").read_text().splitlines()] == [0, 1, 2]
+    assert sorted(os.listdir(tmp_path / "rollouts")) == [f"period-{period:06d}.jsonl" for period in range(3)]
+    assert any("resuming from" in line and "after 3 periods" in line for line in told)
+
+
+def test_resuming_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    run_dir, told = opened(begun(tmp_path), resume=True)
+    assert run_dir.checkpoint is None
+    assert not (tmp_path / "ledger.jsonl").exists()
+    assert os.listdir(tmp_path / "rollouts") == []
+    assert told == ["there is no checkpoint yet: the run begins anew"]
+
+
+def test_a_ledger_that_lost_lines_is_refused(tmp_path: Path) -> None:
+    configuration = begun(tmp_path, versions=(3,))
+    os.truncate(tmp_path / "ledger.jsonl", 20)
+    with pytest.raises(CheckpointError, match=r"ledger.jsonl has 20 bytes, and had 42 when version 3 was saved"):
+        opened(configuration, resume=True)
+
+
+def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run; leave --resume out"):
+        opened(config(tmp_path / "new"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seed", 1), ("trainer.learning_rate", 1.0), ("sampling.temperature", 0.5), ("schedule.order", "completion"),
+     ("algorithm.group_size", 3), ("trainer.pack_tokens", 5), ("data.path", "other.jsonl"), ("trainer.threads", 2)],
+)  # fmt: skip
+def test_a_key_that_would_make_it_another_run_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    begun(tmp_path, versions=(3,))
+    with pytest.raises(ConfigError, match=f"--resume: {key} was .* when the run began and is .* now"):
+        opened(config(tmp_path, **{key.replace(".", "__"): value}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("generator.count", 3), ("schedule.mode", "sync"), ("schedule.periods", 99), ("checkpoint.every", 1),
+     ("reward.workers", 2), ("run.rollout_groups", 1), ("evaluation.every", 2)],
+)  # fmt: skip
+def test_a_key_that_may_change_is_told(tmp_path: Path, key: str, value: Any) -> None:
+    begun(tmp_path, versions=(3,))
+    _, told = opened(config(tmp_path, **{key.replace(".", "__"): value}), resume=True)
+    assert any(line.startswith(f"resuming with {key} = {value!r} (was ") for line in told)
+
+
+def test_more_periods_are_refused_if_the_learning_rate_falls_over_all_of_them(tmp_path: Path) -> None:
+    opened(config(tmp_path, trainer__lr_schedule="linear"))
+    with pytest.raises(ConfigError, match="but the learning rate falls over all of them"):
+        opened(config(tmp_path, trainer__lr_schedule="linear", schedule__periods=99), resume=True)
