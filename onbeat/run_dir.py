@@ -10,6 +10,7 @@ model/  trace.json  environment.json  logs/
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -78,6 +79,12 @@ def open_run_dir(config: Config, *, resume: bool, say: Say, warn: Say) -> Iterat
             (path / ROLLOUTS).mkdir(exist_ok=True)
             yield RunDir(path, checkpoint)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path).free
+            raise CheckpointError(
+                f"the disk of run.dir = {str(path)!r} is full ({free:,} bytes are free); make room, and go on with "
+                "--resume"
+            ) from error
         if error.filename is None or not str(error.filename).startswith(str(path)):
             raise
         raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error.strerror}") from None

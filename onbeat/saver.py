@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from onbeat.checkpoint import CheckpointStore, Manifest
-from onbeat.errors import CheckpointError
+from onbeat.errors import CheckpointError, WorkerError
 from onbeat.messages import PartSaved
 from onbeat.protocols import Tracer, no_trace
 
@@ -115,6 +115,8 @@ class Saver:
             )
             await asyncio.to_thread(self._store.commit, manifest)
             self._saved = version
+        except WorkerError:
+            return  # the trainer is gone, which the loop will hear from its own calls
         except CheckpointError as error:
             self._failure = error
             self._warn(f"version {version} was not saved: {error}")

@@ -55,6 +55,7 @@ def content(checkpoint: Checkpoint) -> tuple[int, set[int]]:
         return checkpoint.manifest.version, set(file.get_tensor("weight").tolist())
 
 
+@pytest.mark.integration
 def test_a_kill_at_every_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path: Path) -> None:
     """Also when an older one is removed, and when one of the same version is replaced."""
     killed = 0
@@ -82,6 +83,7 @@ def test_a_kill_at_every_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one
     assert found == {1, 2}
 
 
+@pytest.mark.integration
 def test_a_kill_while_a_damaged_one_is_replaced_leaves_a_whole_one(tmp_path: Path) -> None:
     for kill_at in itertools.count():
         directory = tmp_path / str(kill_at)

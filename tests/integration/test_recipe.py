@@ -6,6 +6,7 @@ import json
 import tomllib
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import onbeat
@@ -38,6 +39,7 @@ def test_the_arithmetic_recipe_gains_at_least_30_points_and_leaves_a_whole_run(t
     assert tokenizer.decode(answer[0], skip_special_tokens=True).startswith("27+15=")
 
 
+@pytest.mark.integration
 def test_a_completion_ends_with_the_first_of_the_recipes_stop_strings(tmp_path: Path) -> None:
     """The tiny model of the recipe answers with digits: if each of them stops it, answers have one token."""
     few = {"schedule.periods": 2, "run.dir": str(tmp_path / "free")}
