@@ -8,6 +8,7 @@ closing bracket to be missing).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,10 +45,13 @@ class Trace:
         return self._lanes[lane]
 
     def _write(self, **event: Any) -> None:
-        self._file.write(msgspec.json.encode(event) + b",\n")
+        with suppress(OSError):  # a full disk: what the run must keep is told of elsewhere, a trace is not worth it
+            self._file.write(msgspec.json.encode(event) + b",\n")
 
     def close(self) -> None:
         """A last event without a comma, then the bracket."""
         if not self._file.closed:
-            self._file.write(msgspec.json.encode({"name": "end", "ph": "M", "pid": 0, "tid": 0, "args": {}}) + b"\n]\n")
+            end = {"name": "end", "ph": "M", "pid": 0, "tid": 0, "args": {}}
+            with suppress(OSError):
+                self._file.write(msgspec.json.encode(end) + b"\n]\n")
             self._file.close()
