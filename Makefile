@@ -26,13 +26,13 @@ lint: setup
 
 # Everyday: style, types, imports, and every test that takes seconds.
 test: lint
-	$(BIN)/pytest -m "not integration"
+	$(BIN)/pytest -m "not integration and not full"
 
 # Kills, long runs, real processes by the dozen.
 test-integration: setup
 	$(BIN)/pytest -m integration
 
-# Everything.
+# Everything, with the long matrices whose figures the docs quote.
 test-full: setup
 	$(BIN)/pytest
 

@@ -28,8 +28,8 @@ def train(*recipes: str, overrides: dict[str, Any] | None = None, resume: bool =
     import warnings
     from concurrent.futures import ThreadPoolExecutor
 
-    from onbeat.config import load
     from onbeat.controller import run
+    from onbeat.recipe import load
 
     config = load(recipes, overrides)
 

@@ -102,7 +102,7 @@ def parse_overrides(flags: Sequence[str]) -> dict[str, Any]:
     """`--section.key value` and `--section.key=value`, in any number."""
     if not flags:
         return {}
-    from onbeat.config import check_key, parse_flag
+    from onbeat.recipe import check_key, parse_flag
 
     overrides: dict[str, Any] = {}
     remaining = list(flags)
@@ -119,7 +119,7 @@ def parse_overrides(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    from onbeat.config import load
+    from onbeat.recipe import load
 
     config = load(arguments.recipes, overrides)
     if arguments.dry_run:
@@ -173,8 +173,8 @@ def _warn(sentence: str) -> None:
 
 def _describe(config: Config) -> str:
     """The resolved recipe, and what it comes to on this machine."""
-    from onbeat.config import to_toml
     from onbeat.model_source import model_directory
+    from onbeat.recipe import to_toml
 
     cores = len(os.sched_getaffinity(0))
     schedule, algorithm = config.schedule, config.algorithm
@@ -242,8 +242,8 @@ def _refuse_rest(command: str, takes: str, rest: Sequence[str]) -> None:
 def _eval(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     import tempfile
 
-    from onbeat.config import load
     from onbeat.evaluate import evaluate
+    from onbeat.recipe import load
 
     with tempfile.TemporaryDirectory(prefix="onbeat-eval-") as folder:
         own = {"model.path": arguments.model, "run.dir": folder}
@@ -290,7 +290,7 @@ def _check(model: str, flags: Sequence[str]) -> int:
 def _config(flags: Sequence[str]) -> int:
     from pydantic_core import PydanticUndefined
 
-    from onbeat.config import keys
+    from onbeat.recipe import keys
 
     _refuse_rest("config", "no arguments", flags)
     for key, field in keys():

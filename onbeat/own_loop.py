@@ -34,11 +34,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onbeat.config import Config, load
+from onbeat.config import Config
 from onbeat.environment import EXACT_ENVIRONMENT, prepare_this_process
 from onbeat.loader import Period
 from onbeat.observe.trace import Trace
 from onbeat.protocols import Snapshot
+from onbeat.recipe import load
 from onbeat.run_dir import open_run_dir
 from onbeat.session import Session, open_session
 from onbeat.types import Prompt

@@ -15,14 +15,15 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onbeat.checkpoint import Checkpoint, CheckpointStore
-from onbeat.config import Config, load, to_toml
+from onbeat.config import Config
 from onbeat.errors import CheckpointError, ConfigError
+from onbeat.recipe import load, to_toml
 
 GROWING = ("ledger.jsonl", "metrics.jsonl", "evaluations.jsonl")
 """What a run appends to."""
@@ -47,6 +48,9 @@ _MAY_CHANGE = (
 """Keys, or sections, without influence on the weights: a resumed run may set them anew."""
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     path: Path
@@ -69,25 +73,35 @@ class RunDir:
 def open_run_dir(config: Config, *, resume: bool, say: Say, warn: Say) -> Iterator[RunDir]:
     """The directory of the configuration's run, for us alone: new, or cut back to its last whole checkpoint."""
     path = Path(config.run.dir)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+    with _full_disk_told(path), ExitStack() as held:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_locked(path))
             checkpoint = _resumed(path, config, say, warn) if resume else None
             if not resume:
                 _refuse_a_run(path)
             (path / "config.toml").write_text(to_toml(config))
             (path / ROLLOUTS).mkdir(exist_ok=True)
-            yield RunDir(path, checkpoint)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise
+            raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error.strerror}") from None
+        yield RunDir(path, checkpoint)
+
+
+@contextmanager
+def _full_disk_told(path: Path) -> Iterator[None]:
+    """Whoever writes into the run's directory need not think of a disk without room."""
+    try:
+        yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path).free
-            raise CheckpointError(
-                f"the disk of run.dir = {str(path)!r} is full ({free:,} bytes are free); make room, and go on with "
-                "--resume"
-            ) from error
-        if error.filename is None or not str(error.filename).startswith(str(path)):
+        if error.errno not in _FULL:
             raise
-        raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error.strerror}") from None
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        raise CheckpointError(
+            f"the disk of run.dir = {str(path)!r} is full ({shutil.disk_usage(there).free:,} bytes are free); make "
+            "room, and go on with --resume"
+        ) from error
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import statistics
 import time
 from pathlib import Path
 
-from onbeat.config import Config, load
+from onbeat.config import Config
 from onbeat.observe.recorder import Recorder, read_records
+from onbeat.recipe import load
 from onbeat.run_dir import RunDir
 from onbeat.session import Session
 from onbeat.status import GroupStatus, Status, WorkerStatus

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import contender
-from spans import Span, covered
 
-from onbeat.config import load
 from onbeat.ledger import Ledger
 from onbeat.loader import PeriodicLoader
+from onbeat.observe.intervals import Span, length, of_lane
 from onbeat.period import train
 from onbeat.protocols import Evaluated, UpdateReport
+from onbeat.recipe import load
 from onbeat.session import Session, open_session
 from onbeat.training.client import TrainerClient
 from onbeat.types import Group, Prompt
@@ -90,14 +90,18 @@ class Workers:
             observer=period,
             saver=period,
         )
-        seconds = time.monotonic() - began_s
+        ended_s = time.monotonic()
+        waiting_s = {
+            kind: ended_s - began_s - period.publish_s - length(of_lane(self._spans, kind, began_s, ended_s))
+            for kind in ("generator", "trainer")
+        }
         return {
-            "seconds": seconds,
+            "seconds": ended_s - began_s,
             "generated_tokens": period.num_tokens,
             "trained_tokens": period.num_trained_tokens,
             "publish_s": period.publish_s,
-            "generators_waiting_s": seconds - period.publish_s - covered(self._spans, "generator"),
-            "trainer_waiting_s": seconds - period.publish_s - covered(self._spans, "trainer"),
+            "generators_waiting_s": waiting_s["generator"],
+            "trainer_waiting_s": waiting_s["trainer"],
         }
 
 

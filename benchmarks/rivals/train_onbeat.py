@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import contender
-from spans import Span, covered
 
 import onbeat
+from onbeat.observe.intervals import Span, length, of_lane
 
 TASKS = Path(__file__).with_name("tasks.py")
 
@@ -48,8 +48,8 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "generated_tokens": sum(record["num_generated_tokens"] for record in metrics),
         "trained_tokens": sum(record["num_trained_tokens"] for record in metrics),
         "zero_variance_share": sum(record["zero_variance_share"] for record in metrics) / len(metrics),
-        "generators_waiting_s": seconds - covered(spans, "generator", began_s),
-        "trainer_waiting_s": seconds - covered(spans, "trainer", began_s),
+        "generators_waiting_s": seconds - length(of_lane(spans, "generator", began_s, ended_s)),
+        "trainer_waiting_s": seconds - length(of_lane(spans, "trainer", began_s, ended_s)),
         "publishing_s": sum(end - begin for lane, begin, end in spans if lane == "publish" and begin >= began_s),
     }
 

@@ -54,4 +54,5 @@ class Trace:
             end = {"name": "end", "ph": "M", "pid": 0, "tid": 0, "args": {}}
             with suppress(OSError):
                 self._file.write(msgspec.json.encode(end) + b"\n]\n")
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()

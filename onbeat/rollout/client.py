@@ -135,7 +135,7 @@ class EmbeddedGenerator:
                         raise WorkerError(f"{self.name} started twice")
             status = await self._child.exited()
             raise WorkerError(f"{self.name} died (status {status})", self._child.log_tail())
-        except WorkerError as error:
+        except Exception as error:  # whatever it is: nobody else would hear of it, and the pool would wait
             self._child.kill()
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(error)

@@ -85,7 +85,7 @@ class TrainerClient:
         """What each of them was."""
         self._window = asyncio.Semaphore(WINDOW)
         self._saving: asyncio.Future[PartSaved] | None = None
-        self._failure: WorkerError | None = None
+        self._failure: Exception | None = None
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -194,7 +194,7 @@ class TrainerClient:
                             answer.set_result(message)
             status = await self._child.exited()
             raise WorkerError(f"{self._child.name} died (status {status})", self._child.log_tail())
-        except WorkerError as error:
+        except Exception as error:  # whatever it is: nobody else would hear of it, and everybody would wait
             self._failure = error
             for answer in self._pending:
                 if not answer.done():

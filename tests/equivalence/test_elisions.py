@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.config import from_tree
+from onbeat.recipe import from_tree
 from onbeat.training.trainer import GrpoTrainer
 from onbeat.types import MicroBatch, TrainGroup
 from tests.equivalence.test_gradients import random_group

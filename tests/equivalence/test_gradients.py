@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.config import Config, from_tree
+from onbeat.config import Config
 from onbeat.device import load_model
+from onbeat.recipe import from_tree
 from onbeat.training.attention import ATTENTION
 from onbeat.training.trainer import GrpoTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import onbeat
-from onbeat.config import load
+from onbeat.recipe import load
 from tests.fakes.runs import RECIPE
 
 

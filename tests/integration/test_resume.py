@@ -16,6 +16,8 @@ import pytest
 from tests.fakes.runs import RECIPE, sha256
 
 PERIODS = 12
+KILLS = 3
+"""Of one run."""
 FLAGS = [
     f"--schedule.periods={PERIODS}",
     "--checkpoint.every=2",
@@ -63,8 +65,8 @@ def killed_and_resumed(run_dir: Path, seed: int) -> int:
     while True:
         resume = ["--resume"] if (run_dir / "config.toml").exists() else []
         process = subprocess.Popen(command(run_dir, *resume), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        done = min(PERIODS, done + rng.randint(1, 5))
-        if kills < 3:
+        done += rng.randint(1, 3)
+        if kills < KILLS:
             wait_for_periods(run_dir, process, done)
             time.sleep(rng.random() * 0.2)
             process.kill()
@@ -77,13 +79,13 @@ def killed_and_resumed(run_dir: Path, seed: int) -> int:
         done = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.integration if seed < 2 else pytest.mark.full) for seed in range(10)]
+)
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     undisturbed: Path, tmp_path: Path, seed: int
 ) -> None:
-    kills = killed_and_resumed(tmp_path / "run", seed)
-    assert kills >= 1
+    assert killed_and_resumed(tmp_path / "run", seed) == KILLS
     assert left_behind(tmp_path / "run") == left_behind(undisturbed)
 
 
@@ -111,3 +113,36 @@ def test_an_interrupted_run_is_saved_leaves_nothing_running_and_goes_on(
     assert left.stdout == b""
     subprocess.run(command(run_dir, "--resume"), check=True, capture_output=True)
     assert left_behind(run_dir) == left_behind(undisturbed)
+
+
+_SMALL_DISK = """
+mount -t tmpfs -o size="$1" tmpfs "$2" || exit 77
+shift 2
+"$@"
+echo "first: $?"
+mount -o remount,size=500m "$0"
+"$@" --resume > /dev/null
+echo "resumed: $?"
+cp -r "$0/run" "$0.kept"
+"""
+
+
+@pytest.mark.integration
+def test_a_run_on_a_disk_that_fills_up_says_so_and_goes_on_when_there_is_room(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """Room for two checkpoints and a half."""
+    part = (undisturbed / "checkpoints" / f"version-{PERIODS:06d}" / "rank-0.safetensors").stat().st_size
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    train = command(disk / "run", "--checkpoint.keep=5")
+    script = ["unshare", "--mount", "bash", "-c", _SMALL_DISK, str(disk), str(int(2.5 * part)), str(disk), *train]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    if done.returncode == 77 or "not permitted" in done.stderr:
+        pytest.skip("a small file system cannot be mounted here")
+    assert "first: 6\n" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"{disk}/run" in done.stderr
+    assert "No space left on device" in done.stderr or "is full" in done.stderr
+    assert "resumed: 0\n" in done.stdout, done.stdout + done.stderr
+    assert left_behind(tmp_path / "disk.kept") == left_behind(undisturbed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -149,3 +150,15 @@ def test_completion_order_trains_the_same_groups(tmp_path: Path) -> None:
     assert environment["exact"] is False
     assert "order of arrival" in environment["why_not_exact"]
     assert run_digests(tmp_path / "dispatch") == in_order
+
+
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(# sums\.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "sums.py").write_text(example)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    done = subprocess.run([sys.executable, "sums.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rewards = json.loads(re.findall(r"^reward: (.*)$", done.stdout, re.MULTILINE)[0])
+    assert len(rewards) == 20
+    assert rewards[-1] > rewards[0]
+    assert (tmp_path / "runs" / "sums" / "model" / "model.safetensors").is_file()

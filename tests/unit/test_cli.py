@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.cli import main
-from onbeat.config import keys, load
+from onbeat.recipe import keys, load
 
 RECIPE = """
 [model]
@@ -58,9 +58,9 @@ def test_the_controllers_side_imports_no_torch() -> None:
     import importlib, pkgutil
     names = ["onbeat", "onbeat.cli", "onbeat.config", "onbeat.controller", "onbeat.errors", "onbeat.functions",
              "onbeat.keyed", "onbeat.ledger", "onbeat.loader", "onbeat.messages", "onbeat.model_source",
-             "onbeat.own_loop", "onbeat.period", "onbeat.protocols", "onbeat.session", "onbeat.types", "onbeat.wire",
-             "onbeat.batch.pack", "onbeat.rollout.client", "onbeat.rollout.pool", "onbeat.training.client",
-             "onbeat.weights.memory"]
+             "onbeat.own_loop", "onbeat.period", "onbeat.protocols", "onbeat.recipe", "onbeat.session",
+             "onbeat.types", "onbeat.wire", "onbeat.batch.pack", "onbeat.rollout.client", "onbeat.rollout.pool",
+             "onbeat.training.client", "onbeat.weights.memory"]
     for package in ("prompts", "reward", "group", "observe", "cluster"):
         folder = importlib.import_module(f"onbeat.{package}").__path__
         names += [f"onbeat.{package}.{module.name}" for module in pkgutil.iter_modules(folder)]

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from onbeat.config import from_tree, keys, load, parse_flag, to_toml
 from onbeat.errors import ConfigError
+from onbeat.recipe import from_tree, keys, load, parse_flag, to_toml
 
 RECIPE = """
 [model]

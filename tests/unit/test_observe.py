@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from onbeat.config import load
 from onbeat.errors import ConfigError, InputError, NumbersError
 from onbeat.observe.health import EQUAL_PERIODS, Health
 from onbeat.observe.intervals import length, overlap
@@ -21,6 +20,7 @@ from onbeat.observe.recorder import Recorder, number, percent
 from onbeat.observe.trace import Trace
 from onbeat.observe.trackers import TensorBoard, Trackers, open_trackers
 from onbeat.protocols import Evaluated, UpdateReport
+from onbeat.recipe import load
 from onbeat.run_dir import RunDir
 from onbeat.types import Completion, FinishReason, Group, Prompt, Rollout
 from tests.fakes.runs import RECIPE

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from onbeat.checkpoint import CheckpointStore, Manifest, write_part
-from onbeat.config import Config, load
+from onbeat.config import Config
 from onbeat.errors import CheckpointError, ConfigError
+from onbeat.recipe import load
 from onbeat.run_dir import RunDir, open_run_dir
 from tests.fakes.runs import RECIPE
 
@@ -53,7 +54,7 @@ def test_no_period_of_an_earlier_run_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     script = (
-        "import sys, time\nfrom onbeat.config import load\nfrom onbeat.run_dir import open_run_dir\n"
+        "import sys, time\nfrom onbeat.recipe import load\nfrom onbeat.run_dir import open_run_dir\n"
         "with open_run_dir(load([sys.argv[1]], {'run.dir': sys.argv[2]}), resume=False, say=print, warn=print):\n"
         "    print('here', flush=True)\n    time.sleep(600)\n"
     )
