@@ -9,8 +9,8 @@ there; the time is that of one group. Medians of interleaved turns. Writes docs/
 
 Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is that of large
 matrix products just before and just after the turn: the machine is not equally fast in every minute. Peak memory is
-that of a process that trains 4,096 packed tokens, with the head in chunks and with all logits built, gradient
-checkpointing off and on, in the environment workers get then.
+that of a process that trains 4,096 packed tokens, with the head in chunks and with the logits of all positions built,
+gradient checkpointing off and on, in the environment workers get then, beside that of the libraries alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from onbeat.environment import prepare_this_process, torch_environment
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
 """(prompt tokens, group size, completion tokens)"""
 MEMORY_SHAPE = (512, 28, 128)
+NUM_TOKENS = 4096
+"""Of MEMORY_SHAPE, packed."""
 REPEATS = 3
 ENOUGH_S = 60.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--memory", choices=["chunked", "all logits"])
+    parser.add_argument("--memory", choices=["nothing", "chunked", "all logits"])
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--shape", type=int, help="only the n-th shape, nothing written")
     parser.add_argument("--repeats", type=int, default=REPEATS)
@@ -69,7 +71,7 @@ def measure_memory() -> dict[str, int]:
     """Peak bytes of a process of its own, for each way to train MEMORY_SHAPE."""
     found: dict[str, int] = {}
     for checkpointing in (False, True):
-        for how in ("chunked", "all logits"):
+        for how in ("nothing", "chunked", "all logits"):
             flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
             environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
             done = subprocess.run(
@@ -230,7 +232,7 @@ def useful_flops(config: Any, shape: tuple[int, int, int]) -> float:
 
 
 def peak_memory(how: str, checkpointing: bool) -> int:
-    """Bytes of this process at its largest, while it trains MEMORY_SHAPE once."""
+    """Bytes of this process at its largest, while it trains MEMORY_SHAPE once; `nothing`: libraries alone."""
     import torch
 
     from onbeat.batch.layout import Layout
@@ -238,9 +240,13 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     from onbeat.training.forward import checkpoint_layers, completion_logprobs, share_prompts
 
     def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float) -> Any:
-        logprobs = torch.log_softmax(head(hidden) / temperature, dim=-1)
-        return logprobs.gather(1, target[:, None])[:, 0], None
+        """Of every position, as a model's own forward gives them: here of as many rows as there are positions."""
+        others = hidden.new_zeros(NUM_TOKENS - len(hidden), hidden.shape[1])
+        logprobs = torch.log_softmax(head(torch.cat([hidden, others])) / temperature, dim=-1)
+        return logprobs[: len(target)].gather(1, target[:, None])[:, 0], None
 
+    if how == "nothing":
+        return _largest()
     if how == "all logits":
         forward.head_logprobs = all_logits
     model = load()
@@ -248,9 +254,13 @@ def peak_memory(how: str, checkpointing: bool) -> int:
         checkpoint_layers(model)
     share_prompts(model)
     layout = Layout.shared([random_group(MEMORY_SHAPE, model.config.vocab_size)])
-    assert layout.tokens_S_L.shape[1] == 4096
+    assert layout.tokens_S_L.shape[1] == NUM_TOKENS
     logprobs, _ = completion_logprobs(model, layout, 1.0)
     (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    return _largest()
+
+
+def _largest() -> int:
     status = Path("/proc/self/status").read_text()  # ru_maxrss would be the parent's, if that was larger
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
