@@ -3,7 +3,7 @@
     make bench-generate
 
 SmolLM2-135M in float32. Each cell: groups of 8 completions with lengths fixed beforehand, 8 to 56 tokens, unequal;
-random prompt tokens; three times as many sequences as may be in flight. Time is from the first prompt to the last
+random prompt tokens; twice as many sequences as may be in flight. Time is from the first prompt to the last
 token, prefill included. transformers' `generate` takes as many sequences per batch as may be in flight; continuous
 batching and vLLM refill. vLLM is eager, with its prefix cache, threads bound to cores. None but onbeat computes
 log-probabilities, which is to the others' advantage. Writes docs/bench-generate.json.
@@ -19,7 +19,7 @@ from pathlib import Path
 from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, parser, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
-WAVES = 3
+WAVES = 2
 LENGTHS = (8, 56)
 CELLS: list[Cell] = [{"threads": threads, "in_flight": n} for threads in (1, 2) for n in (32, 64)]
 PROMPTS = (45, 300)

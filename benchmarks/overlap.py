@@ -4,7 +4,7 @@
 
 SmolLM2-135M, groups of 8, prompts of about 45 tokens, up to 16 new ones.
 
-    balanced    32 groups; half of the rewards' groups are without advantage, and generation and training take about as
+    balanced    48 groups; half of the rewards' groups are without advantage, and generation and training take about as
                 long
     short       8 groups, a KL to the reference
 
@@ -25,7 +25,7 @@ from harness import ROOT, Contender, Results, parser, smollm2, summary, take_tur
 
 COMMON: dict[str, Any] = {"algorithm.group_size": 8, "sampling.max_new_tokens": 16}
 WORKLOADS: dict[str, dict[str, Any]] = {
-    "balanced": {"reward": "every_other", "keys": {"schedule.prompts_per_period": 32}},
+    "balanced": {"reward": "every_other", "keys": {"schedule.prompts_per_period": 48}},
     "short": {"reward": "right_sum", "keys": {"schedule.prompts_per_period": 8, "algorithm.beta": 0.02}},
 }
 ONE_CORE_EACH = {"generator.threads": 1, "trainer.threads": 1}
