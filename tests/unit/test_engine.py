@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteFallback
 from onbeat.admission import cache_tokens
 from onbeat.errors import InputError
 from onbeat.rollout.cache import CacheShape, GroupCache
-from onbeat.rollout.engine import Engine
+from onbeat.rollout.engine import Engine, _gap_to_own_forward
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import ends_with_stop
 from onbeat.types import Completion, Sampling
@@ -195,3 +195,11 @@ def test_tokens_are_counted_as_they_are_sampled() -> None:
     engine.add(request(0, (1, 2, 3), 8, sampling(5)))
     done = completions_of(engine)
     assert engine.num_tokens == sum(len(completion.token_ids) for completion in done) == 40
+
+
+@pytest.mark.integration
+def test_completions_of_eight_thousand_tokens_have_the_log_probabilities_of_the_models_own_forward() -> None:
+    model, wanted = tiny_model("llama"), request(0, (1, 2, 3), 4, sampling(8192))
+    found = generate_alone(model, wanted)
+    assert [len(completion.token_ids) for completion in found.values()] == [8192] * 4
+    assert max(_gap_to_own_forward(model, wanted, completion) for completion in found.values()) < 1e-3
