@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -14,14 +15,19 @@ STOP = 2
 
 def prepare(settings: dict[str, Any]) -> contender.Run:
     prepare_this_process()
+    if not settings.get("invariant", True):
+        del os.environ["MKL_CBWR"]
     import torch
 
     from onbeat.device import load_model, prepare_process
+    from onbeat.rollout import cache
     from onbeat.rollout.engine import Engine, _key, _Sequence
     from onbeat.types import GroupRequest, Sampling
 
     prepare_process(settings["threads"])
     model = load_model(settings["model"])
+    if not settings.get("invariant", True):
+        cache.MIN_ROWS = 1
 
     class FixedLengths(Engine):
         """Every completion ends where the workload says: its last token is made the stop token, no other is."""
