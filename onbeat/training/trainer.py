@@ -57,6 +57,7 @@ class GrpoTrainer:
         self.num_updates = 0
         """So far, those that were skipped included."""
         self._sums = _Sums()
+        self._writer = snapshot.SnapshotWriter()
 
     def accumulate(self, microbatch: MicroBatch) -> None:
         """Forward and backward over the micro-batch; the gradient is added to what is there."""
@@ -144,7 +145,7 @@ class GrpoTrainer:
     def snapshot(self) -> tuple[int, int, str]:
         """The weights in sealed memory: (descriptor, size, digest). Opens a period."""
         self._models.open_period()
-        return snapshot.write(self.model.named_parameters())
+        return self._writer.write(self.model.named_parameters())
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank. Views: they change with the next step."""

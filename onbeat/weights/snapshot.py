@@ -2,8 +2,13 @@
 
     [8 bytes: length of the table][table: JSON of name → dtype, shape, offset][padding][tensor][padding][tensor] …
 
-Tensors start on 64-byte boundaries. The block is a memfd, sealed after writing: nobody, the trainer included, can
-change a published version. The digest covers every byte; it guards against a torn or mixed-up copy, not an enemy.
+Tensors start on 64-byte boundaries. The block is a memfd, sealed: nobody but its writer can change a byte of it. The
+digest covers every byte; it guards against a torn or mixed-up copy, not an enemy.
+
+A run publishes again and again, and memory fresh from the kernel costs several times the copy (measured, 0.4 to 2 s
+against 0.07 s for 538 MB). So a `SnapshotWriter` has two blocks and takes them in turn: a block is written again two
+versions later. A version is read while it is current, and by who joined then; one that is still at it two versions
+later finds that another is current, and begins anew (memory.py).
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -20,6 +26,8 @@ import xxhash
 
 _ALIGN = 64
 _LENGTH_BYTES = 8
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux: no new way to write; the mapping that is there stays. Python has no name for it yet."""
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 """Linux: map all pages at once instead of by a fault each (madvise(2)); Python has no names for them yet."""
 
@@ -31,8 +39,71 @@ class _Place(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class _Block:
+    """Sealed memory with the one mapping that can write it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size)
+        self.memory = mmap.mmap(self.fd, size)
+        _populate(self.memory, _POPULATE_WRITE)
+        seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+
+    def close(self) -> None:
+        self.memory.close()
+        os.close(self.fd)
+
+
+class SnapshotWriter:
+    """Writes version after version."""
+
+    def __init__(self) -> None:
+        self._blocks: deque[_Block] = deque(maxlen=2)
+        """The one to be written next comes first."""
+
+    def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
+        """Copy the tensors. Returns (descriptor, size, digest); the caller closes the descriptor."""
+        places, contents, table, start, size = _planned(tensors)
+        block = self._free_block(size)
+        memory = block.memory
+        memory[:_LENGTH_BYTES] = len(table).to_bytes(_LENGTH_BYTES, "little")
+        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(table)] = table
+        for name, tensor in contents:
+            view = _view(memory, places[name], start)
+            view.copy_(tensor)
+            del view
+        return os.dup(block.fd), size, xxhash.xxh3_128_hexdigest(memory)
+
+    def _free_block(self, size: int) -> _Block:
+        if len(self._blocks) == 2 and self._blocks[0].size == size:
+            self._blocks.rotate(-1)
+        else:
+            if len(self._blocks) == 2:
+                self._blocks.popleft().close()
+            self._blocks.append(_Block(size))
+        return self._blocks[-1]
+
+    def close(self) -> None:
+        """From now on nobody at all can change what was written."""
+        while self._blocks:
+            self._blocks.popleft().close()
+
+
 def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
-    """Copy the tensors into fresh sealed memory. Returns (descriptor, size, digest); the caller closes it."""
+    """Copy the tensors into memory that nobody can change. Returns (descriptor, size, digest); the caller closes it."""
+    writer = SnapshotWriter()
+    try:
+        return writer.write(tensors)
+    finally:
+        writer.close()
+
+
+def _planned(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> tuple[dict[str, _Place], list[tuple[str, torch.Tensor]], bytes, int, int]:
+    """Where each tensor goes; the tensors; the table; where tensors start; the size of it all."""
     places: dict[str, _Place] = {}
     contents = [(name, tensor.detach()) for name, tensor in tensors]
     offset = 0
@@ -42,21 +113,7 @@ def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
         offset = _aligned(offset + num_bytes)
     table = msgspec.json.encode(places)
     start = _aligned(_LENGTH_BYTES + len(table))
-    size = max(start + offset, 1)
-    fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    with mmap.mmap(fd, size) as memory:
-        _populate(memory, _POPULATE_WRITE)
-        memory[:_LENGTH_BYTES] = len(table).to_bytes(_LENGTH_BYTES, "little")
-        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(table)] = table
-        for name, tensor in contents:
-            view = _view(memory, places[name], start)
-            view.copy_(tensor)
-            del view
-        digest = xxhash.xxh3_128_hexdigest(memory)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd, size, digest
+    return places, contents, table, start, max(start + offset, 1)
 
 
 class Mapped:

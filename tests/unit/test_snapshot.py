@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.weights.snapshot import Mapped, write
+from onbeat.weights.snapshot import Mapped, SnapshotWriter, write
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
@@ -124,6 +124,38 @@ def test_a_snapshot_cannot_be_changed_by_anybody(fd: int) -> None:
             attempt()
         assert error.value.errno == errno.EPERM
     assert os.fstat(fd).st_size == size
+
+
+def test_a_version_stays_as_it_is_while_the_next_is_written_and_its_memory_serves_the_one_after() -> None:
+    writer = SnapshotWriter()
+    weight = torch.zeros(1000)
+    versions = []
+    for value in range(5):
+        weight.fill_(value)
+        fd, num_bytes, digest = writer.write([("weight", weight)])
+        versions.append((fd, num_bytes, digest))
+        for back in range(min(2, len(versions))):
+            fd, num_bytes, digest = versions[-1 - back]
+            mapped = Mapped(os.dup(fd), num_bytes)
+            assert mapped.digest() == digest
+            mapped.close()
+            assert read(os.dup(fd), num_bytes, {"weight": weight})["weight"].unique().tolist() == [value - back]
+    inodes = [os.fstat(fd).st_ino for fd, _, _ in versions]
+    assert inodes[:2] * 2 == inodes[:4]
+    assert len(set(inodes)) == 2
+    for fd, _, _ in versions:
+        with pytest.raises(OSError, match="Operation not permitted"):
+            os.pwrite(fd, b"x", 0)
+        os.close(fd)
+    writer.close()
+
+
+def test_weights_of_another_size_get_memory_of_their_own() -> None:
+    writer = SnapshotWriter()
+    for size in (10, 1000, 10, 3000, 3000, 3000):
+        fd, num_bytes, _ = writer.write([("weight", torch.full((size,), float(size)))])
+        assert read(fd, num_bytes, {"weight": torch.empty(size)})["weight"].mean() == size
+    writer.close()
 
 
 def test_a_snapshot_has_no_name_and_is_not_inherited(fd: int) -> None:
