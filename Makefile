@@ -30,7 +30,7 @@ test: lint
 
 # Kills, long runs, real processes by the dozen.
 test-integration: setup
-	$(BIN)/pytest -m integration
+	$(BIN)/pytest -m "integration and not full"
 
 # Everything, with the long matrices whose figures the docs quote.
 test-full: setup

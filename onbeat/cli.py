@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _OWN_FLAGS = {"--dry-run", "--resume", "--json", "--help"}
+_OWN_FLAGS_WITH_VALUE = ("--join", "--token-file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "status":
             _refuse_rest("status", "a run's directory, perhaps --json, and nothing else", [*rest, *flags])
             return _status(arguments.run, arguments.json)
+        if arguments.command == "scale":
+            _refuse_rest("scale", "a run's directory and generators=N", [*rest, *flags])
+            return _scale(arguments.run, arguments.what)
+        if arguments.command == "worker":
+            _refuse_rest("worker", "--join and perhaps --token-file", [*rest, *flags])
+            return _worker(arguments.join, arguments.token_file)
         if arguments.command == "eval":
             return _eval(arguments, overrides)
         if arguments.command == "sample":
@@ -64,6 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="what a run is doing, and what exactly it waits for")
     status.add_argument("run", metavar="RUN", help="its directory")
     status.add_argument("--json", action="store_true", help="for programs")
+    scale = commands.add_parser("scale", help="change the number of generators of a run that is going on")
+    scale.add_argument("run", metavar="RUN", help="its directory")
+    scale.add_argument("what", metavar="generators=N")
+    worker = commands.add_parser("worker", help="generate for a run that is going on, here or on another machine")
+    worker.add_argument(
+        "--join", required=True, metavar="RUN", help="the run's directory, or HOST:PORT (cluster.listen)"
+    )
+    worker.add_argument("--token-file", metavar="FILE", help="with the run's token; for HOST:PORT")
     evaluate = commands.add_parser("eval", help="held-out accuracy of a model, by a recipe's data and rewards")
     evaluate.add_argument("model", metavar="MODEL", help="a model directory")
     evaluate.add_argument("recipes", nargs="+", metavar="RECIPE")
@@ -84,10 +99,14 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words: list[str] = []
     own: list[str] = []
     flags: list[str] = []
-    takes_value = False
+    takes_value = owns_value = False
     for word in argv:
-        if word in _OWN_FLAGS:
+        if owns_value:
             own.append(word)
+            owns_value = False
+        elif word in _OWN_FLAGS or word.startswith(_OWN_FLAGS_WITH_VALUE):
+            own.append(word)
+            owns_value = word in _OWN_FLAGS_WITH_VALUE
             takes_value = False
         elif word.startswith("--"):
             flags.append(word)
@@ -163,6 +182,31 @@ def _status(run_dir: str, as_json: bool) -> int:
     return 0
 
 
+def _scale(run_dir: str, what: str) -> int:
+    from pathlib import Path
+
+    from onbeat.control import ask_to_scale
+
+    name, _, count = what.partition("=")
+    if name != "generators" or not count.isdecimal():
+        raise ConfigError(f"`onbeat scale` takes generators=N, and got {what!r}")
+    if not Path(run_dir).is_dir() or (answer := ask_to_scale(Path(run_dir), int(count))) is None:
+        raise ConfigError(f"no run is going on in {run_dir!r}")
+    if not answer.done:
+        raise ConfigError(answer.sentence)
+    _say(answer.sentence)
+    return 0
+
+
+def _worker(place: str, token_file: str | None) -> int:
+    from onbeat.own_loop import prepare_environment
+    from onbeat.rollout.joiner import serve_run
+
+    prepare_environment()  # before torch is imported
+    serve_run(place, token_file, _say)
+    return 0
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -194,7 +238,7 @@ def _describe(config: Config) -> str:
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
         f"trainer      1 process, holds {', '.join(models)}; {_threads(config.trainer.threads, cores)}",
-        f"generators   {config.generator.count} processes; each {_generator_threads(config, cores)}",
+        f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
         *_concurrency(config),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
         f"cores        {cores}",
@@ -208,10 +252,15 @@ def _threads(asked: int, cores: int) -> str:
     return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
 
 
+def _count(config: Config) -> str:
+    lowest, highest = config.generator.bounds
+    return str(lowest) if lowest == highest else f"{lowest} to {highest}, by demand;"
+
+
 def _generator_threads(config: Config, cores: int) -> str:
     from onbeat.cores import generator_threads
 
-    threads = generator_threads(config.generator.threads, config.generator.count, cores)
+    threads = generator_threads(config.generator.threads, config.generator.bounds[0], cores)
     if threads.alone == threads.beside_trainer:
         return f"{threads.alone} threads" + (", as the recipe says" if config.generator.threads else "")
     return f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works"
@@ -220,7 +269,7 @@ def _generator_threads(config: Config, cores: int) -> str:
 def _concurrency(config: Config) -> list[str]:
     size, total = config.algorithm.group_size, config.schedule.prompts_per_period
     groups = max(1, config.generator.max_sequences // size)
-    at_once = min(total, groups * config.generator.count)
+    at_once = min(total, groups * config.generator.bounds[0])
     notes = [
         f"at once      {groups} groups of {size} in each generator, if its cache of {config.generator.cache_gib:g} GiB "
         "holds them (generator.max_sequences): more use the cores better, fewer end earlier, one after another",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 _Positive = Annotated[int, Field(ge=1)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -88,11 +88,30 @@ class SamplingConfig(_Section):
     """A completion also ends with the token that completes one of these texts, and keeps it."""
 
 
+class CountRange(_Section):
+    min: _Positive
+    """At least so many."""
+    max: _Positive
+    """At most."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> CountRange:
+        if self.min > self.max:
+            raise ValueError(f"generator.count: min = {self.min} exceeds max = {self.max}")
+        return self
+
+
+def _kind_of_count(value: object) -> str:
+    return "range" if isinstance(value, dict | CountRange) else "number"
+
+
 class GeneratorConfig(_Section):
     backend: Literal["embedded"] = "embedded"
     """The engine that samples."""
-    count: _Positive = 1
-    """Generator processes."""
+    count: Annotated[
+        Annotated[_Positive, Tag("number")] | Annotated[CountRange, Tag("range")], Discriminator(_kind_of_count)
+    ] = 1
+    """Generator processes. { min = 1, max = 4 }: as many as keep the trainer busy, found while running."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads per generator; 0: an equal share of the cores, which is larger while the trainer waits."""
     max_sequences: _Positive = 32
@@ -100,6 +119,11 @@ class GeneratorConfig(_Section):
     cache_gib: Annotated[float, Field(gt=0.0)] = 4.0
     """Memory for keys and values per generator. A group reserves what its completions may need at most, and waits if
     that is not free; one that can never fit is refused."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The lowest and the highest number of processes; the run begins with the lowest."""
+        return (self.count, self.count) if isinstance(self.count, int) else (self.count.min, self.count.max)
 
 
 class TrainerConfig(_Section):
@@ -185,6 +209,12 @@ class RewardConfig(_Section):
     """A call that takes longer is killed, and its rollouts are unscorable."""
     workers: _Positive = 1
     """Reward processes."""
+    memory_gib: Annotated[float, Field(gt=0.0)] = 4.0
+    """A reward process that wants more gets MemoryError."""
+    sandbox: Literal["off", "strict"] = "off"
+    """strict: for rewards that execute what the model wrote. No network, a read-only file system, nobody to signal."""
+    environment: tuple[str, ...] = ()
+    """Variables that reward processes see beside what Python needs: the key of a judge, say."""
     accuracy_threshold: float = 1.0
     """A completion is right if its main reward is at least this."""
 
@@ -192,6 +222,16 @@ class RewardConfig(_Section):
 class ClusterConfig(_Section):
     launcher: Literal["local"] = "local"
     """Where workers run: processes of this machine."""
+    listen: str = ""
+    """HOST:PORT at which workers of other machines may join (`onbeat worker`); needs a token. Port 0: any."""
+    token_file: str = ""
+    """A file, readable by its owner alone, with the token that they must know."""
+
+    @model_validator(mode="after")
+    def _guarded(self) -> ClusterConfig:
+        if self.listen and not self.token_file:
+            raise ValueError(f"cluster.listen = {self.listen!r} needs cluster.token_file: nobody joins without a token")
+        return self
 
 
 class Config(_Section):

@@ -12,18 +12,21 @@ from typing import Any
 
 from onbeat.checkpoint import CheckpointStore
 from onbeat.config import Config
-from onbeat.control import serving
+from onbeat.control import Answer, Door, Join, Request, listening, serving
 from onbeat.observe.metrics import Record
 from onbeat.observe.recorder import Recorder, Say, percent
 from onbeat.observe.trackers import open_trackers
 from onbeat.period import train
 from onbeat.protocols import Evaluated
+from onbeat.rollout.autoscale import Autoscaler, Load
 from onbeat.run_dir import RunDir, open_run_dir
 from onbeat.saver import Mark, Saver
+from onbeat.secret import read_token
 from onbeat.session import Session, open_session
 from onbeat.status import Status
 from onbeat.training.client import TrainerClient
 from onbeat.watch import Watch
+from onbeat.wire import Connection
 
 Display = Callable[[Callable[[], Status]], AbstractAsyncContextManager[None]]
 
@@ -96,9 +99,11 @@ async def run(
             warn=warn,
         )
         watch = Watch(config, run_dir, recorder)
+        door = make_door(watch, recorder)
         try:
             async with (
-                serving(run_dir.path, watch.status),
+                serving(run_dir.path, door),
+                _open_to_others(config, door, say),
                 display(watch.status),
                 open_session(config, run_dir.path, recorder.span, warn) as session,
             ):
@@ -107,6 +112,55 @@ async def run(
         finally:
             recorder.close()
         return _result(config, run_dir, recorder, say)
+
+
+def make_door(watch: Watch, recorder: Recorder) -> Door:
+    """For whoever comes while the run goes on."""
+
+    def scale(num_generators: int) -> Answer:
+        if watch.session is None:
+            return Answer("the run is still starting; try again in a moment", done=False)
+        answer = watch.session.scale(num_generators)
+        if answer.done:
+            recorder.decided(f"{answer.sentence}, as asked")
+        return answer
+
+    def join(connection: Connection[Request], join: Join, local: bool) -> None:
+        if watch.session is None:
+            connection.close()
+        else:
+            watch.session.reception.join(connection, join, local)
+
+    return Door(watch.status, scale, join)
+
+
+@asynccontextmanager
+async def _open_to_others(config: Config, door: Door, say: Say) -> AsyncIterator[None]:
+    """Other machines are listened to if the recipe says so."""
+    if not config.cluster.listen:
+        yield
+        return
+    token = read_token(config.cluster.token_file, "cluster.token_file")
+    async with listening(config.cluster.listen, token, door) as place:
+        say(f"workers may join at {place}")
+        yield
+
+
+def autoscaling(session: Session, recorder: Recorder) -> Callable[[Record], None]:
+    """What is done after each period: nothing, if the number of generators is fixed."""
+    lowest, highest = session.config.generator.bounds
+    if lowest == highest:
+        return lambda record: None
+    autoscaler = Autoscaler(lowest, highest)
+
+    def after_period(record: Record) -> None:
+        count = record["num_generators"]
+        load = Load(count, count * record["generators_busy_s"], record["training_s"], record["num_generated_tokens"])
+        if count and (decision := autoscaler.decide(load)) is not None and decision.count != session.crew.wanted:
+            recorder.decided(decision.why)
+            session.crew.want(decision.count)
+
+    return after_period
 
 
 async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: Watch, say: Say, warn: Say) -> None:
@@ -120,6 +174,7 @@ async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: W
     if trainer.why_not_shared is not None:
         warn(f"prompts are not shared in training: {trainer.why_not_shared}")
     recorder.counters = session.counters
+    recorder.on_period = autoscaling(session, recorder)
     recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
     session.prompts.position = checkpoint.manifest.cursor if checkpoint else 0
     saver = make_saver(session, run_dir, recorder, trainer, warn)

@@ -6,10 +6,11 @@ Precision, threads and model loading are the same for trainer and generators, so
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from onbeat.errors import InputError
@@ -29,7 +30,11 @@ def load_model(directory: str) -> Any:
     """A causal language model in float32 with dropout off: what is sampled from is what is trained (R2)."""
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        if any(Path(directory).glob("*.safetensors")) or any(Path(directory).glob("*.bin")):
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        else:  # a worker that joined from another machine: its weights come with the first version
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path = {directory!r} cannot be loaded as a causal language model: {error}") from error
     for module in model.modules():

@@ -89,3 +89,14 @@ def _installed(package: str, library: str) -> Path | None:
     except metadata.PackageNotFoundError:
         return None
     return next((Path(str(file.locate())).resolve() for file in files if file.name == library), None)
+
+
+def scrubbed(environment: dict[str, str], keep: tuple[str, ...]) -> dict[str, str]:
+    """Without what is not needed to run Python: no key of a service, no token."""
+    plain = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "VIRTUAL_ENV")
+    prefixes = ("LC_", "PYTHON", "ONBEAT_", "XDG_", "LD_", "OMP_", "MKL_")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in (*plain, *keep) or name.startswith(prefixes)
+    }  # fmt: skip

@@ -9,7 +9,9 @@
       │◀─ FirstToken ────────│                      │◀─ SnapshotTaken + fd ──│
       │◀─ Progress … ────────│
       │◀─ Completed ×G ──────│                      │── SavePart ───────────▶│ in a thread, while it goes on
-                                                    │◀─ PartSaved ───────────│ out of turn
+      │◀─ Leaving ───────────│ finishes its groups  │◀─ PartSaved ───────────│ out of turn
+
+    Where memory cannot be shared (another machine), Stage is followed by WeightBytes ×n instead of a descriptor.
 
     controller            reward worker
       │── ScoreCall ────────▶│ user code
@@ -42,6 +44,14 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     """The directory of the checkpoint to go on from."""
 
 
+class Welcome(Struct, frozen=True, kw_only=True, tag=True):
+    """To a worker that joins: who it is, and what it starts with."""
+
+    settings: WorkerSettings
+    files: dict[str, bytes]
+    """The model's small files (configuration, tokenizer), for a worker that cannot see `model_dir`; else empty."""
+
+
 class Failed(Struct, frozen=True, tag=True):
     """The worker cannot do its work, and why; it exits after this."""
 
@@ -50,13 +60,23 @@ class Failed(Struct, frozen=True, tag=True):
 
 class GeneratorReady(Struct, frozen=True, tag=True):
     room: Room
+    arithmetic: str
+    """Digest of some arithmetic: machines of the same one compute the same bits (rollout/arithmetic.py)."""
 
 
 class Stage(Struct, frozen=True, tag=True):
-    """Take the snapshot in the attached memory, and tell its digest."""
+    """Take the snapshot, and tell its digest."""
 
     version: int
     num_bytes: int
+    attached: bool = True
+    """In the memory whose descriptor came along; else in the WeightBytes that follow."""
+
+
+class WeightBytes(Struct, frozen=True, tag=True):
+    """The next bytes of the snapshot that is being staged."""
+
+    data: bytes
 
 
 class Staged(Struct, frozen=True, tag=True):
@@ -83,10 +103,21 @@ class Cancel(Struct, frozen=True, tag=True):
     key: GroupKey
 
 
-class Yield(Struct, frozen=True, tag=True):
-    """The trainer works now (or waits again): leave it its share of the cores (or take all)."""
+class ShareCores(Struct, frozen=True, tag=True):
+    """With so many generators on the machine, and with a trainer that works now or waits."""
 
+    num_generators: int
     trainer_works: bool
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """To a worker that joined: it cannot be used, and why."""
+
+    reason: str
+
+
+class Leaving(Struct, frozen=True, tag=True):
+    """The worker wants to go: nothing new, please; it finishes what it has."""
 
 
 class Completed(Struct, frozen=True, tag=True):
@@ -171,11 +202,21 @@ class Exported(Struct, frozen=True, tag=True):
     directory: str
 
 
+class Limits(Struct, frozen=True, kw_only=True):
+    """Of each reward process (reward/sandbox.py)."""
+
+    memory_bytes: int
+    cpu_s: float
+    """Per call."""
+    strict: bool = False
+
+
 class ScoreSettings(Struct, frozen=True, kw_only=True):
     """What a reward worker starts with."""
 
     paths: tuple[str, ...]
     """`file.py:function` or `package.module:function`, one per reward function."""
+    limits: Limits
 
 
 class ScorerReady(Struct, frozen=True, tag=True):
@@ -200,8 +241,8 @@ class ScoreResult(Struct, frozen=True, tag=True):
     """Set if the call as a whole failed: it raised, or returned something that is not n numbers."""
 
 
-ToGenerator = Stage | Activate | Submit | Cancel | Yield
-FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress
+ToGenerator = Stage | WeightBytes | Activate | Submit | Cancel | ShareCores | Refused
+FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress | Leaving
 ToTrainer = Accumulate | Step | TakeSnapshot | SavePart | Export
 FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | PartSaved | Exported
 ToScorer = ScoreCall

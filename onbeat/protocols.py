@@ -45,6 +45,10 @@ class GeneratorEvents(Protocol):
         """It lives, and has sampled so many tokens since it started."""
         ...
 
+    def leaving(self, worker: str) -> None:
+        """It finishes what it has, and wants to go then."""
+        ...
+
     def lost(self, worker: str, error: Exception) -> None: ...
 
 
@@ -62,14 +66,27 @@ class Generator(Protocol):
         """Why it could never serve the group, however idle; None if it can."""
         ...
 
+    @property
+    def repeatable(self) -> bool:
+        """Asked for the same samples again, it, or another of its kind, answers the same."""
+        ...
+
     def attach(self, events: GeneratorEvents) -> None: ...
+    def kill(self) -> None:
+        """It is given up; what it may still say counts for nothing."""
+        ...
+
+    def stop(self) -> None:
+        """It owes nothing and is wanted no more: let it end. Its end is no news."""
+        ...
+
     def submit(self, request: GroupRequest) -> None: ...
     def cancel(self, key: GroupKey) -> None:
         """Forget what is left of a group."""
         ...
 
-    def yield_to_trainer(self, trainer_works: bool) -> None:
-        """The trainer works now, or waits again. Who shares its cores leaves some to it meanwhile."""
+    def share_cores(self, num_generators: int, trainer_works: bool) -> None:
+        """So many generators share the machine, with a trainer that works now or waits."""
         ...
 
     async def stage(self, snapshot: Snapshot) -> None:
@@ -84,11 +101,13 @@ class Generator(Protocol):
 class GeneratorPool(Protocol):
     """The generators of a run, as a weight channel sees them."""
 
-    last_loss: Exception | None
-
     @property
     def generators(self) -> list[Generator]: ...
     def serves(self, worker: str, version: int) -> None: ...
+    async def until_served(self, version: int) -> None:
+        """Until some generator serves the version. Raises if none ever will."""
+        ...
+
     def lost(self, worker: str, error: Exception) -> None: ...
 
 
@@ -148,6 +167,10 @@ class Connection(Protocol[M_co]):
     """Typed messages to and from one worker (see wire.py)."""
 
     def send(self, message: Struct, fds: list[int] | None = None) -> None: ...
+    async def drained(self) -> None:
+        """Until the kernel has taken everything that was sent."""
+        ...
+
     def messages(self) -> AsyncIterator[M_co]: ...
     def take_fd(self) -> int: ...
     def close(self) -> None: ...
@@ -162,6 +185,11 @@ class Child(Protocol[M_co]):
     def pid(self) -> int: ...
     @property
     def connection(self) -> Connection[M_co]: ...
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether descriptors reach it."""
+        ...
 
     def kill(self) -> None:
         """Kill it and everything it started; returns at once."""

@@ -15,7 +15,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -82,8 +82,9 @@ def _known(tree: Mapping[str, Any], model: type[BaseModel], place: str, base: Pa
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field: itself, or the items of a tuple of models."""
-    for candidate in (annotation, *get_args(annotation)):
+    """The model behind a field: itself, the items of a tuple of models, or one of several forms."""
+    for form in (annotation, *get_args(annotation)):
+        candidate = get_args(form)[0] if get_origin(form) is Annotated else form
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None
@@ -110,7 +111,7 @@ def check_key(key: str) -> None:
         raise ConfigError(f"there is no key {key!r}{suggestion(key)}")
     section = key.rpartition(".")[0]
     if section in _KEYS:
-        raise ConfigError(f"{key!r} is a key of the items of {section!r}: set the list as a whole, with --{section}")
+        raise ConfigError(f"{key!r} is part of {section!r}: set that as a whole, with --{section}")
 
 
 def suggestion(key: str) -> str:
@@ -154,12 +155,16 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return tree
 
 
+_FORMS = {"number", "range"}
+"""What pydantic calls the forms of a key that may have several."""
+
+
 def _explain(error: ValidationError, recipes: Sequence[str | os.PathLike[str]]) -> str:
     """One sentence per problem: key, value, what is wrong."""
     where = ", ".join(str(recipe) for recipe in recipes) or "the configuration"
     sentences = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part) for part in problem["loc"] if part not in _FORMS)
         if problem["type"] == "missing":
             sentences.append(f"{where}: the key {key!r} is missing")
         elif problem["type"] == "value_error":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config, DataConfig
+from onbeat.control import Answer
 from onbeat.errors import InputError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
@@ -26,6 +27,8 @@ from onbeat.prompts.source import PromptCursor, encode_rows, hold_out
 from onbeat.protocols import Evaluated, Launcher, Tracer
 from onbeat.reward.scorer import RewardScorer
 from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.crew import Crew
+from onbeat.rollout.joined import Reception
 from onbeat.rollout.pool import Pool
 from onbeat.types import GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
@@ -44,6 +47,8 @@ class Session:
     scorer: RewardScorer
     loader: PeriodicLoader
     channel: MemoryChannel
+    crew: Crew
+    reception: Reception
     sampling: Sampling
     closing: AsyncExitStack
     """What is undone when the session ends, the last first."""
@@ -60,6 +65,17 @@ class Session:
         """The held-out prompts, completed by the version the generators serve."""
         return await self.loader.evaluate(version, self.held_out, self.config.evaluation.samples)
 
+    def scale(self, num_generators: int) -> Answer:
+        """From now on so many; they start and leave while the run goes on."""
+        lowest, highest = self.config.generator.bounds
+        elastic = lowest < highest
+        if num_generators < 1 or (elastic and not lowest <= num_generators <= highest):
+            bounds = f"between {lowest} and {highest} (generator.count)" if elastic else "at least 1"
+            return Answer(f"generators={num_generators}: there must be {bounds}", done=False)
+        before = self.crew.wanted
+        self.crew.want(num_generators)
+        return Answer(f"{num_generators} generators instead of {before}", done=True)
+
     def counters(self) -> dict[str, int]:
         """What was dropped, done again or lost in the run so far."""
         pool, scorer = self.pool.counts, self.scorer.counts
@@ -67,6 +83,7 @@ class Session:
             "num_duplicate_messages": pool.duplicate,
             "num_late_messages": pool.late,
             "num_resent_samples": pool.resent,
+            "num_hedged_samples": pool.hedged,
             "num_lost_generators": pool.lost_workers,
             "num_reward_failures": scorer.failures,
             "num_reward_timeouts": scorer.timeouts,
@@ -93,7 +110,9 @@ async def open_session(
 ) -> AsyncIterator[Session]:
     """Start everything that generates and scores; end it, whatever happens inside."""
     async with AsyncExitStack() as stack:
-        launcher = LocalLauncher(run_dir / "logs", compact=config.trainer.gradient_checkpointing)
+        launcher = LocalLauncher(
+            run_dir / "logs", compact=config.trainer.gradient_checkpointing, keep=config.reward.environment
+        )
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
         rows = read_data(config.data, config.seed)  # before the model: its mistakes show soonest
@@ -108,11 +127,20 @@ async def open_session(
             decode=codec.decode,
             num_workers=config.reward.workers,
             timeout_s=config.reward.timeout_s,
+            memory_bytes=int(config.reward.memory_gib * 2**30),
+            strict=config.reward.sandbox == "strict",
         )
         stack.push_async_callback(scorer.close)
+
+        async def start_generator(name: str) -> EmbeddedGenerator:
+            return await EmbeddedGenerator.start(launcher, session.worker_settings(name))
+
         pool = Pool(trace, warn)
         channel = MemoryChannel(pool)
         stack.callback(channel.close)
+        crew = Crew(pool, start_generator, channel.bring, warn)
+        reception = Reception(pool, crew, lambda name: session.worker_settings(name), warn)
+        stack.push_async_callback(reception.close)
         session = Session(
             config=config,
             launcher=launcher,
@@ -126,6 +154,8 @@ async def open_session(
                 loader_settings(config, sampling), pool, scorer, Ledger(run_dir / "ledger.jsonl"), trace
             ),
             channel=channel,
+            crew=crew,
+            reception=reception,
             sampling=sampling,
             closing=stack,
         )
@@ -170,11 +200,9 @@ def sampling_of(config: Config, codec: Codec) -> Sampling:
 
 
 async def start_generators(session: Session) -> None:
-    names = [f"generator-{number}" for number in range(session.config.generator.count)]
-    starts = [EmbeddedGenerator.start(session.launcher, session.worker_settings(name)) for name in names]
-    for generator in await asyncio.gather(*starts):
-        session.pool.add(generator)
-        session.closing.callback(generator.close)
+    """As many as the recipe wants. (`closing` ends them before the launcher does: no end of theirs is news then.)"""
+    session.closing.push_async_callback(session.crew.close)
+    await session.crew.open(session.config.generator.bounds[0])
 
 
 def check_lengths(codec: Codec, prompts: list[Prompt], max_new_tokens: int) -> None:

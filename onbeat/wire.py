@@ -69,10 +69,14 @@ def attach(fds: list[int]) -> list[tuple[int, int, array.array[int]]]:
 class FrameReader(Generic[M]):
     """Bytes in, messages out; keeps the descriptors in the order they came."""
 
-    def __init__(self, expected: object) -> None:
+    def __init__(self, expected: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(expected)
+        self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
+
+    def expect(self, expected: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._decoder, self._max_bytes = msgspec.msgpack.Decoder(expected), max_bytes
 
     def feed(self, data: bytes, fds: list[int]) -> None:
         self._buffer += data
@@ -83,8 +87,8 @@ class FrameReader(Generic[M]):
         if len(self._buffer) < _HEADER_BYTES:
             return None
         size = int.from_bytes(self._buffer[:_HEADER_BYTES], "little")
-        if size > MAX_FRAME_BYTES:
-            raise WireError(f"a frame claims {size:,} bytes; the limit is {MAX_FRAME_BYTES:,}")
+        if size > self._max_bytes:
+            raise WireError(f"a frame claims {size:,} bytes; the limit is {self._max_bytes:,}")
         end = _HEADER_BYTES + size
         if len(self._buffer) < end:
             return None
@@ -109,14 +113,25 @@ class FrameReader(Generic[M]):
 class Connection(Generic[M]):
     """The controller's end. Lives on one asyncio loop."""
 
-    def __init__(self, sock: socket.socket, expected: object) -> None:
+    def __init__(self, sock: socket.socket, expected: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        """`max_bytes`: of a frame, until `expect` says whom we talk to."""
         sock.setblocking(False)
         self._sock = sock
-        self._reader: FrameReader[M] = FrameReader(expected)
+        self._reader: FrameReader[M] = FrameReader(expected, max_bytes)
         self._outbox: deque[tuple[memoryview, list[int]]] = deque()
         self._loop = asyncio.get_running_loop()
         self._readable = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._closed = False
+
+    def expect(self, expected: object) -> None:
+        """From the next message on, the peer speaks of other things."""
+        self._reader.expect(expected)
+
+    async def drained(self) -> None:
+        """Until the kernel has taken everything that was sent, or the peer is gone."""
+        await self._empty.wait()
 
     def send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
         """Queue the message and return. Descriptors are duplicated: the caller keeps its own."""
@@ -124,6 +139,7 @@ class Connection(Generic[M]):
             return
         self._outbox.append((memoryview(frame(message)), [os.dup(fd) for fd in fds or []]))
         if len(self._outbox) == 1:
+            self._empty.clear()
             self._flush()
 
     def _flush(self) -> None:
@@ -143,6 +159,7 @@ class Connection(Generic[M]):
                 self._outbox.popleft()
             else:
                 self._outbox[0] = (data[sent:], [])
+        self._empty.set()
         self._loop.remove_writer(self._sock)
 
     def _drop_outbox(self) -> None:
@@ -150,6 +167,7 @@ class Connection(Generic[M]):
             for fd in fds:
                 os.close(fd)
         self._outbox.clear()
+        self._empty.set()
 
     async def messages(self) -> AsyncIterator[M]:
         """Every message until the peer is gone. Raises WireError if it speaks nonsense."""

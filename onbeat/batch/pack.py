@@ -1,7 +1,7 @@
 """Groups into micro-batches. A function of slots and lengths alone, never of time or arrival (R1).
 
-A pack is closed as soon as it holds `max_tokens`, or when the next group would take it over; a group larger than
-that goes alone. Closing early matters: a pack that waits for one more group is a trainer that waits.
+A pack is closed when another group like its last one would take it over `max_tokens`, or when the next one does; a
+group larger than that goes alone. Closing early matters: a pack that waits for one more group is a trainer that waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Packer:
             closed.append(self.flush())
         self._open.append(group)
         self._num_tokens += group.num_tokens
-        if self._num_tokens >= self._max_tokens:
+        if self._num_tokens + group.num_tokens > self._max_tokens:
             closed.append(self.flush())
         return closed
 

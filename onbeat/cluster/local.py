@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
-from onbeat.environment import torch_environment
+from onbeat.environment import scrubbed, torch_environment
 from onbeat.errors import WireError, WorkerError
 from onbeat.wire import Connection
 
@@ -40,6 +40,10 @@ class LocalChild(Generic[M]):
         self._log = log
         self._server = server
         self._status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def shares_memory(self) -> bool:
+        return True
 
     def kill(self) -> None:
         self._server.send(Kill(self.pid))
@@ -83,7 +87,7 @@ class _Server:
             fds = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "onbeat.cluster.forkserver", *fds, "--preload", *preload],
-                env=os.environ | environment,
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -154,11 +158,13 @@ class _Server:
 
 
 class LocalLauncher:
-    def __init__(self, log_dir: Path, *, compact: bool = False) -> None:
-        """`compact`: workers with torch take as little memory as they can (environment.py)."""
+    def __init__(self, log_dir: Path, *, compact: bool = False, keep: tuple[str, ...] = ()) -> None:
+        """`compact`: workers with torch take as little memory as they can (environment.py). `keep`: variables that
+        those without torch, where user code runs, see beside what Python needs."""
         log_dir.mkdir(parents=True, exist_ok=True)
         self._log_dir = log_dir
         self._compact = compact
+        self._keep = keep
         self._servers: dict[bool, _Server] = {}
 
     def prepare(self, *, uses_torch: bool) -> None:
@@ -174,10 +180,10 @@ class LocalLauncher:
     def _server(self, uses_torch: bool) -> _Server:
         if uses_torch not in self._servers:
             if uses_torch:
-                environment = torch_environment(compact=self._compact)
+                environment = os.environ | torch_environment(compact=self._compact)
                 server = _Server("forkserver-torch", _TORCH_PRELOAD, self._log_dir, environment)
             else:
-                server = _Server("forkserver-plain", (), self._log_dir, {})
+                server = _Server("forkserver-plain", (), self._log_dir, scrubbed(dict(os.environ), self._keep))
             self._servers[uses_torch] = server
         return self._servers[uses_torch]
 

@@ -64,6 +64,8 @@ class Recorder:
         """What else goes into every record: counts kept elsewhere, of the run so far."""
         self.on_first_publish: Callable[[], None] | None = None
         """Called when the generators hold their first weights."""
+        self.on_period: Callable[[Record], None] = lambda record: None
+        """Called with each period's record."""
         self._began = False
         self.phase = "starting"
         self.version = run_dir.checkpoint.manifest.version if run_dir.checkpoint else 0
@@ -111,6 +113,7 @@ class Recorder:
         self._trackers.log(record, version)
         self._say(self._line(record))
         self._health.check(record, groups, reports)
+        self.on_period(record)
 
     def _times(self, now_s: float) -> Record:
         """Where the period's seconds went."""
@@ -120,6 +123,7 @@ class Recorder:
         busy = [length(of_lane(self._spans, lane, self._boundary_s, now_s)) for lane in lanes]
         period_s, training_s = now_s - self._boundary_s, length(training)
         return {
+            "num_generators": len(busy),
             "generators_busy_s": sum(busy) / len(busy) if busy else 0.0,
             "training_s": training_s,
             "trainer_waiting_s": max(0.0, period_s - self._publish_s - training_s),
@@ -134,6 +138,12 @@ class Recorder:
                 for group in groups[: self._rollout_groups]:
                     for rollout in group.rollouts:
                         _append(file, rollout_record(group, rollout))
+
+    def decided(self, sentence: str) -> None:
+        """Something about the run has been changed, and why: a line, and a mark in the trace."""
+        now_s = time.monotonic()
+        self._say(sentence)
+        self._trace.span("decisions", sentence, now_s, now_s)
 
     def evaluated(self, version: int, evaluated: Evaluated) -> None:
         record: Record = {"version": version, **evaluation_metrics(evaluated, self._threshold)}

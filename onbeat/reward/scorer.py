@@ -30,9 +30,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from onbeat.messages import Limits
 from onbeat.protocols import Launcher
 from onbeat.reward.workers import CallError, RewardWorkers, ScorerCounts
 from onbeat.types import Completion, Prompt, Rollout
@@ -64,11 +66,17 @@ class RewardScorer:
         num_workers: int,
         timeout_s: float,
         load_timeout_s: float = _LOAD_TIMEOUT_S,
+        memory_bytes: int = 4 << 30,
+        cpu_s: float | None = None,
+        strict: bool = False,
     ) -> None:
+        """`cpu_s`: processor time of a call; by default what all cores can give within the time limit."""
         self._functions = tuple(functions)
         self._decode = decode
         paths = tuple(function.path for function in functions)
-        self._workers = RewardWorkers(launcher, paths, num_workers, timeout_s, load_timeout_s)
+        cpu_s = timeout_s * len(os.sched_getaffinity(0)) if cpu_s is None else cpu_s
+        limits = Limits(memory_bytes=memory_bytes, cpu_s=cpu_s, strict=strict)
+        self._workers = RewardWorkers(launcher, paths, num_workers, timeout_s, load_timeout_s, limits)
 
     @property
     def counts(self) -> ScorerCounts:

@@ -10,6 +10,7 @@ User code may do anything here. What must hold all the same:
 - An alarm it left behind does not go off in the next call.
 - A process it forked does not speak for us: it loses the socket, and ends if it comes back from the user's function.
 - Whatever it raises, SystemExit included, is this call's answer and not the end of the worker.
+- It takes no more memory and processor time than it may, and in a strict sandbox reaches nothing (sandbox.py).
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ import msgspec
 
 from onbeat.errors import InputError
 from onbeat.functions import raised
-from onbeat.messages import Failed, ScoreCall, ScoreResult, ScorerReady, ScoreSettings, ToScorer
+from onbeat.messages import Failed, Limits, ScoreCall, ScoreResult, ScorerReady, ScoreSettings, ToScorer
 from onbeat.reward.functions import LoadedFunction, RewardError, load
+from onbeat.reward.sandbox import begin_call, confine
 from onbeat.wire import Channel
 
 
 def main(sock: socket.socket, settings: bytes) -> None:
     channel: Channel[ScoreCall] = Channel(sock, ToScorer)
+    decoded = msgspec.msgpack.decode(settings, type=ScoreSettings)
+    try:
+        confine(decoded.limits)
+    except InputError as error:
+        channel.send(Failed(str(error)))
+        return
     os.register_at_fork(after_in_child=sock.close)
     surroundings = Surroundings()
-    paths = msgspec.msgpack.decode(settings, type=ScoreSettings).paths
     with contextlib.suppress(ConnectionError), asyncio.Runner() as loop:
         try:
-            functions = [load(path, loop) for path in paths]
+            functions = [load(path, loop) for path in decoded.paths]
         except InputError as error:
             traceback.print_exc()
             surroundings.restore()
@@ -47,13 +54,16 @@ def main(sock: socket.socket, settings: bytes) -> None:
             return
         surroundings.restore()
         channel.send(ScorerReady())
-        serve(channel, functions, surroundings)
+        serve(channel, functions, surroundings, decoded.limits)
 
 
-def serve(channel: Channel[ScoreCall], functions: list[LoadedFunction], surroundings: Surroundings) -> None:
+def serve(
+    channel: Channel[ScoreCall], functions: list[LoadedFunction], surroundings: Surroundings, limits: Limits
+) -> None:
     """Answer calls until the controller is gone."""
     log = ErrorLog()
     while (call := channel.recv()) is not None:
+        begin_call(limits)
         result, error = answer(call, functions[call.function])
         surroundings.restore()
         if error is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onbeat.errors import InputError, WireError, WorkerError
-from onbeat.messages import Failed, FromScorer, ScoreCall, ScoreResult, ScoreSettings
+from onbeat.messages import Failed, FromScorer, Limits, ScoreCall, ScoreResult, ScoreSettings
 from onbeat.protocols import Child, Launcher
 
 _LOADING = -1
@@ -138,7 +138,8 @@ def _ending(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     name = signal.Signals(-status).name
-    return f"{name} (by itself, or by the system for want of memory)" if name == "SIGKILL" else name
+    causes = {"SIGKILL": " (by itself, or by the system for want of memory)", "SIGXCPU": " (out of processor time)"}
+    return name + causes.get(name, "")
 
 
 @dataclass
@@ -152,11 +153,17 @@ class Seat:
 
 class RewardWorkers:
     def __init__(
-        self, launcher: Launcher, paths: tuple[str, ...], num_workers: int, timeout_s: float, load_timeout_s: float
+        self,
+        launcher: Launcher,
+        paths: tuple[str, ...],
+        num_workers: int,
+        timeout_s: float,
+        load_timeout_s: float,
+        limits: Limits,
     ) -> None:
         self.counts = ScorerCounts()
         self._launcher = launcher
-        self._paths = paths
+        self._settings = ScoreSettings(paths=paths, limits=limits)
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._seats = [Seat(index) for index in range(num_workers)]
@@ -222,7 +229,7 @@ class RewardWorkers:
         child: Child[FromScorer] = await self._launcher.spawn(
             name=name,
             entry="onbeat.reward.worker:main",
-            settings=ScoreSettings(paths=self._paths),
+            settings=self._settings,
             receives=FromScorer,
             uses_torch=False,
         )

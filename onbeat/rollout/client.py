@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from onbeat.admission import Room
 from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.handshake import first_word
 from onbeat.messages import (
@@ -17,28 +19,34 @@ from onbeat.messages import (
     FirstToken,
     FromGenerator,
     GeneratorReady,
+    Leaving,
     Progress,
+    ShareCores,
     Stage,
     Staged,
     Submit,
+    WeightBytes,
     WorkerSettings,
-    Yield,
 )
 from onbeat.protocols import Child, GeneratorEvents, Launcher, Snapshot
 from onbeat.types import GroupKey, GroupRequest
 
+ENTRY = "onbeat.rollout.worker:main"
+POUR_BYTES = 1 << 20
+"""At a time."""
 R = TypeVar("R", bound=Staged | Activated)
 
 
 class EmbeddedGenerator:
     """One child process with its engine. Its death is reported to the pool once, with the end of its log."""
 
-    def __init__(self, child: Child[FromGenerator], room: Room) -> None:
+    def __init__(self, child: Child[FromGenerator], ready: GeneratorReady) -> None:
         self._child = child
-        self._room = room
+        self._room = ready.room
+        self.arithmetic = ready.arithmetic
         self.row_variance: str | None = None
         """Why this model's rows depend on the batch on this machine; None if the probe found that they do not."""
-        self._events: GeneratorEvents | None = None
+        self._expected: tuple[object, int] | None = None
         self._answer: asyncio.Future[Staged | Activated] | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -46,12 +54,17 @@ class EmbeddedGenerator:
     async def start(cls, launcher: Launcher, settings: WorkerSettings) -> EmbeddedGenerator:
         child: Child[FromGenerator] = await launcher.spawn(
             name=settings.name,
-            entry="onbeat.rollout.worker:main",
+            entry=ENTRY,
             settings=settings,
             receives=FromGenerator,
             uses_torch=True,
         )
-        return cls(child, (await first_word(child, GeneratorReady)).room)
+        return await cls.ready(child)
+
+    @classmethod
+    async def ready(cls, child: Child[FromGenerator]) -> EmbeddedGenerator:
+        """Of a process that is there already."""
+        return cls(child, await first_word(child, GeneratorReady))
 
     @property
     def name(self) -> str:
@@ -68,8 +81,11 @@ class EmbeddedGenerator:
     def why_never(self, request: GroupRequest) -> str | None:
         return self._room.why_never(request)
 
+    @property
+    def repeatable(self) -> bool:
+        return True
+
     def attach(self, events: GeneratorEvents) -> None:
-        self._events = events
         self._reader = asyncio.create_task(self._read(events))
 
     def submit(self, request: GroupRequest) -> None:
@@ -78,13 +94,18 @@ class EmbeddedGenerator:
     def cancel(self, key: GroupKey) -> None:
         self._child.connection.send(Cancel(key))
 
-    def yield_to_trainer(self, trainer_works: bool) -> None:
-        self._child.connection.send(Yield(trainer_works))
+    def share_cores(self, num_generators: int, trainer_works: bool) -> None:
+        if self._child.shares_memory:  # then it shares the machine
+            self._child.connection.send(ShareCores(num_generators, trainer_works))
 
     async def stage(self, snapshot: Snapshot) -> None:
-        order = Stage(version=snapshot.version, num_bytes=snapshot.num_bytes)
-        staged = await self._ask(order, Staged, [snapshot.handle])
-        if staged.digest != snapshot.digest or staged.version != snapshot.version:
+        order = Stage(snapshot.version, snapshot.num_bytes, attached=self._child.shares_memory)
+        if order.attached:
+            staged = await self._ask(order, Staged, [snapshot.handle])
+        else:
+            async with self._pouring(snapshot):
+                staged = await self._ask(order, Staged)
+        if staged.digest != snapshot.digest:
             raise UnverifiedWeightsError(
                 f"version {staged.version} arrived with digest {staged.digest}, published was {snapshot.digest}",
                 period=snapshot.version,
@@ -92,29 +113,57 @@ class EmbeddedGenerator:
             )
 
     async def activate(self, version: int) -> None:
-        activated = await self._ask(Activate(version), Activated)
-        self.row_variance = activated.row_variance
-        if activated.version != version:
-            raise UnverifiedWeightsError(
-                f"version {activated.version} was activated instead", period=version, worker=self.name
-            )
+        self.row_variance = (await self._ask(Activate(version), Activated)).row_variance
 
-    def close(self) -> None:
-        """The run is over: what becomes of the process is no news any more."""
+    @asynccontextmanager
+    async def _pouring(self, snapshot: Snapshot) -> AsyncIterator[None]:
+        """Send the snapshot's bytes meanwhile, a piece whenever the one before is on its way."""
+        fd = os.dup(snapshot.handle)  # the run may publish the next one before this is through
+
+        async def pour() -> None:
+            await asyncio.sleep(0)  # the order goes first
+            for offset in range(0, snapshot.num_bytes, POUR_BYTES):
+                self._child.connection.send(WeightBytes(os.pread(fd, POUR_BYTES, offset)))
+                await self._child.connection.drained()
+
+        pouring = asyncio.create_task(pour())
+        try:
+            yield
+        finally:
+            pouring.cancel()
+            await asyncio.gather(pouring, return_exceptions=True)
+            os.close(fd)
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    def stop(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
+        self._child.connection.close()  # it ends when it sees that
 
     async def _ask(self, order: Stage | Activate, answer: type[R], fds: list[int] | None = None) -> R:
         assert self._answer is None, "one question at a time"
+        self._expected = answer, order.version
         self._answer = asyncio.get_running_loop().create_future()
         try:
             self._child.connection.send(order, fds)
             reply = await self._answer
         finally:
-            self._answer = None
-        if not isinstance(reply, answer):
-            raise WorkerError(f"{self.name} answered {type(order).__name__} with {type(reply).__name__}")
+            self._expected = self._answer = None
+        assert isinstance(reply, answer)
         return reply
+
+    def _answered(self, message: Staged | Activated, version: int) -> None:
+        """What it said before, it may say again; of a version that was not published it must not speak."""
+        if self._expected is None or self._answer is None or self._answer.done():
+            return
+        kind, wanted = self._expected
+        if (type(message), version) == (kind, wanted):
+            self._answer.set_result(message)
+        elif version > wanted:
+            what = f"it answered with a {type(message).__name__} of version {version}"
+            self._answer.set_exception(UnverifiedWeightsError(what, period=wanted, worker=self.name))
 
     async def _read(self, events: GeneratorEvents) -> None:
         try:
@@ -126,13 +175,14 @@ class EmbeddedGenerator:
                         events.first_token(self.name, version, activated_s, sampled_s)
                     case Progress(num_tokens=num_tokens):
                         events.progress(self.name, num_tokens)
-                    case Staged() | Activated():
-                        if self._answer is not None and not self._answer.done():
-                            self._answer.set_result(message)
+                    case Leaving():
+                        events.leaving(self.name)
+                    case Staged(version=version) | Activated(version=version):
+                        self._answered(message, version)
                     case Failed(reason=reason):
                         raise WorkerError(f"{self.name}: {reason}")
                     case GeneratorReady():
-                        raise WorkerError(f"{self.name} started twice")
+                        pass  # it has said so before
             status = await self._child.exited()
             raise WorkerError(f"{self.name} died (status {status})", self._child.log_tail())
         except Exception as error:  # whatever it is: nobody else would hear of it, and the pool would wait

@@ -14,6 +14,7 @@ or when it was admitted (see cache.py for how).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -283,11 +284,11 @@ class Invariance(NamedTuple):
     rows: str | None
     """None: not on what shares its batch."""
     threads: str | None
-    """None: not on the number of threads, of the two that were tried."""
+    """None: not on the number of threads, of those that were tried."""
 
 
-def probe_invariance(model: Any, other_threads: int | None = None) -> Invariance:
-    """Decode two of a group by themselves, also with another number of threads, and in a batch; compare every bit.
+def probe_invariance(model: Any, other_threads: Sequence[int] = ()) -> Invariance:
+    """Decode two of a group by themselves, also with other numbers of threads, and in a batch; compare every bit.
 
     Run once per generator, with the first weights it loads. Raises InputError if the log-probabilities are not those of
     the model's own forward: then the engine does not know something that the architecture does.
@@ -330,10 +331,8 @@ def probe_invariance(model: Any, other_threads: int | None = None) -> Invariance
         finally:
             torch.set_num_threads(threads)
 
-    if other_threads is not None and differs(other_threads) is None:
+    by_threads = next((f"{found} with {n} threads" for n in other_threads if (found := differs(n))), None)
+    if other_threads and by_threads is None:
         return Invariance(None, None)
     by_rows = differs(threads)
-    return Invariance(
-        by_rows and f"{by_rows} in a batch",
-        None if other_threads is None else by_rows or f"{differs(other_threads)} with {other_threads} threads",
-    )
+    return Invariance(by_rows and f"{by_rows} in a batch", by_threads)

@@ -15,33 +15,51 @@ free. Strictly the lowest slot first: if it fits nowhere, nothing overtakes it.
 
 When a generator dies, samples it has not delivered are sent again, from their first token, to another; samples it
 delivered are kept. When it speaks twice or late, the message is dropped and counted. When it answers from another
-version of the weights, that is a StaleRolloutError, and the run stops. When none is left, NoGeneratorsError.
+version of the weights, that is a StaleRolloutError, and the run stops. One that leaves gets nothing new, and is let go
+when it owes nothing. When none is left and none is on its way (crew.py), NoGeneratorsError.
+
+At a period's end there may be more idle generators than groups. Then a group is shared out among them by samples; and
+one that takes a generator far longer than groups take others is given to an idle one as well: both would answer the
+same, so whoever is first is believed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from onbeat.errors import InputError, NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError
+from onbeat.admission import MIN_ROWS
+from onbeat.errors import InputError, NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError, WorkerError
+from onbeat.patience import Patience
 from onbeat.protocols import Generator, Tracer, no_trace
 from onbeat.status import GroupStatus, WorkerStatus
 from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
 HarvestKey = tuple[Stream, int]
 
+_FAR_LONGER = 3.0
+"""Times what groups took of late: a group that old is a straggler."""
+_OF_LATE = 64
+"""Groups."""
+
 
 @dataclass(slots=True)
 class PoolCounts:
     """What was dropped or done again; part of the metrics."""
 
+    accepted: int = 0
+    """Samples that passed."""
     duplicate: int = 0
     late: int = 0
     resent: int = 0
+    hedged: int = 0
+    """Samples of stragglers that were asked of a second generator."""
     lost_workers: int = 0
 
 
@@ -63,8 +81,12 @@ class _Member:
     """Rows not promised to any group."""
     serves: int | None = None
     """The verified version it may serve."""
+    leaves: bool = False
+    """It gets no more work."""
     num_tokens: int = 0
     """It said it has sampled."""
+    silent_s: float = 0.0
+    """Since it was heard of last, while it owed something."""
     outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
     began_s: dict[GroupKey, float] = field(default_factory=dict)
 
@@ -74,6 +96,8 @@ class _Member:
             return "has no weights yet"
         sequences = sum(map(len, self.outstanding.values()))
         doing = f"{sequences} sequences of {len(self.outstanding)} groups" if sequences else "idle"
+        if self.leaves:
+            doing += ", leaving"
         return f"{doing}, version {self.serves}, {self.num_tokens} tokens so far"
 
 
@@ -110,8 +134,17 @@ class Pool:
         self._trace = trace
         self._warn = warn
         self._trainer_works = False
+        self._durations_s: deque[float] = deque(maxlen=_OF_LATE)
+        self._served = asyncio.Event()
+        """Set whenever somebody begins to serve, or nobody ever will."""
+        self._failure: Exception | None = None
+        self.patience = Patience()
         self.counts = PoolCounts()
         self.last_loss: Exception | None = None
+        self.help_is_coming: Callable[[], bool] = lambda: False
+        """Whether generators are on their way."""
+        self.on_gone: Callable[[str, Exception | None], None] = lambda name, error: None
+        """Told of every generator that was lost, with the reason, or has left."""
 
     # -- generators ------------------------------------------------------------------------------------------
 
@@ -146,24 +179,74 @@ class Pool:
             for name, member in self._members.items()
         ]
 
+    def size(self) -> int:
+        """How many there are, without those that leave."""
+        return sum(not member.leaves for member in self._members.values())
+
     def add(self, generator: Generator) -> None:
         """A generator joins. It gets no work before `serves` says what it may serve."""
         self._members[generator.name] = _Member(generator, free=generator.capacity)
         generator.attach(self)
-        if self._trainer_works:
-            generator.yield_to_trainer(True)
+        self._share_cores()
 
     def trainer_works(self, works: bool) -> None:
         """It has begun to work, or waits again."""
         self._trainer_works = works
+        self._share_cores()
+
+    def _share_cores(self) -> None:
         for member in self._members.values():
-            member.generator.yield_to_trainer(works)
+            member.generator.share_cores(len(self._members), self._trainer_works)
 
     def serves(self, worker: str, version: int) -> None:
         """The generator has loaded and verified `version` (R4)."""
         if member := self._members.get(worker):
             member.serves = version
+            self._served.set()
             self._dispatch()
+
+    async def until_served(self, version: int) -> None:
+        """Until some generator serves the version. Raises if none ever will."""
+        while not any(member.serves == version for member in self._members.values()):
+            if self._failure is not None:
+                raise self._failure
+            if not self._members and not self.help_is_coming():
+                raise NoGeneratorsError(f"no generator is left; the last one: {self.last_loss}")
+            self._served.clear()
+            await self._served.wait()
+
+    def leaving(self, worker: str) -> None:
+        self.retire(worker)
+
+    def retire(self, worker: str) -> None:
+        """It gets no more work, and is let go when it owes nothing."""
+        if member := self._members.get(worker):
+            member.leaves = True
+            self._let_go(member)
+
+    def _let_go(self, member: _Member) -> None:
+        if member.leaves and not member.outstanding:
+            del self._members[member.generator.name]
+            member.generator.stop()
+            self._share_cores()
+            self.on_gone(member.generator.name, None)
+
+    def tick(self, elapsed_s: float) -> None:
+        """So much time has passed: give up who owes something and is silent for too long; help stragglers."""
+        for name, member in list(self._members.items()):
+            if member.outstanding:
+                member.silent_s += elapsed_s
+                if member.silent_s > self.patience.limit_s:
+                    error = WorkerError(f"{name} has been silent for {member.silent_s:.0f} s while it had work to do")
+                    member.generator.kill()
+                    self.lost(name, error)
+        self._hedge()
+
+    def _heard(self, worker: str) -> None:
+        if member := self._members.get(worker):
+            if member.outstanding:
+                self.patience.paused(member.silent_s)
+            member.silent_s = 0.0
 
     def lost(self, worker: str, error: Exception) -> None:
         """The generator is gone: what it owes is sent to others."""
@@ -172,27 +255,40 @@ class Pool:
             return
         self.counts.lost_workers += 1
         self.last_loss = error
+        self._share_cores()
         for key, owed in member.outstanding.items():
             if job := self._jobs.get(key):
-                samples = tuple(sample for sample in job.missing if sample in owed)
-                self.counts.resent += len(samples)
-                self._queue(msgspec.structs.replace(job.request, samples=samples))
+                elsewhere = {sample for other in self._members.values() for sample in other.outstanding.get(key, ())}
+                samples = tuple(sample for sample in job.missing if sample in owed - elsewhere)
+                if samples:
+                    self.counts.resent += len(samples)
+                    self._queue(msgspec.structs.replace(job.request, samples=samples))
         for key, job in self._jobs.items():  # of all that is still wanted: could anybody left do it?
             if (reason := self.why_never(msgspec.structs.replace(job.request, samples=job.missing))) is not None:
                 self._harvests[key[:2]].ready.put_nowait(InputError(reason))
         self._dispatch()
-        if not self._members and self._jobs:
-            for harvest in self._harvests.values():
-                harvest.ready.put_nowait(NoGeneratorsError(f"no generator is left; the last one: {error}"))
         self._warn(f"{error}\n{len(member.outstanding)} of its groups go to others; {len(self._members)} are left")
+        self.on_gone(worker, error)
+        if not self._members and self._failure is None and not self.help_is_coming():
+            self.fail(NoGeneratorsError(f"no generator is left; the last one: {error}"))
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that is still wanted will come: whoever waits is told why."""
+        self._failure = error
+        self._served.set()
+        for harvest in self._harvests.values():
+            harvest.ready.put_nowait(error)
 
     # -- work ------------------------------------------------------------------------------------------------
 
     def open(self, stream: Stream, period: int) -> Harvest:
         """Begin a period. Some generator must hold its weights."""
-        if not self._members:
-            raise NoGeneratorsError(f"no generator is left; the last one: {self.last_loss}")
-        if not any(member.serves == period for member in self._members.values()):
+        if self._failure is not None:
+            raise self._failure
+        serving = any(member.serves == period for member in self._members.values())
+        if not serving and not self.help_is_coming():
+            if not self._members:
+                raise NoGeneratorsError(f"no generator is left; the last one: {self.last_loss}")
             holding = {name: member.serves for name, member in self._members.items()}
             raise UnverifiedWeightsError(f"no generator serves version {period}; they serve {holding}", period=period)
         harvest = Harvest(self, stream, period)
@@ -204,7 +300,7 @@ class Pool:
         name = (harvest.stream, harvest.period)
         self._harvests.pop(name, None)
         self._jobs = {key: job for key, job in self._jobs.items() if key[:2] != name}
-        for member in self._members.values():
+        for member in list(self._members.values()):
             for key in [key for key in member.outstanding if key[:2] == name]:
                 self._cancel(member, key)
         self._dispatch()
@@ -213,6 +309,7 @@ class Pool:
         member.free += len(member.outstanding.pop(key))
         del member.began_s[key]
         member.generator.cancel(key)
+        self._let_go(member)
 
     def submit(self, request: GroupRequest) -> None:
         """Want a group. It is refused if no generator could ever serve it."""
@@ -229,6 +326,7 @@ class Pool:
 
     def completed(self, worker: str, completion: Completion) -> None:
         """The pool's edge: each sample passes once, for an open period, in the right version."""
+        self._heard(worker)
         if member := self._members.get(worker):
             self._settle(member, _key(completion), completion.sample)
         self._accept(worker, completion)
@@ -236,9 +334,11 @@ class Pool:
 
     def first_token(self, worker: str, version: int, activated_s: float, sampled_s: float) -> None:
         """How long after loading a version the generator had its first token."""
+        self._heard(worker)
         self._trace("first token", f"{worker} version {version}", activated_s, sampled_s)
 
     def progress(self, worker: str, num_tokens: int) -> None:
+        self._heard(worker)
         if member := self._members.get(worker):
             member.num_tokens = num_tokens
 
@@ -261,8 +361,11 @@ class Pool:
             )
         else:
             job.received[completion.sample] = completion
+            self.counts.accepted += 1
             if not job.missing:
                 del self._jobs[key]
+                for member in [member for member in self._members.values() if key in member.outstanding]:
+                    self._cancel(member, key)  # it was asked of two, and the other was first
                 harvest.ready.put_nowait(tuple(job.received[sample] for sample in sorted(job.received)))
 
     def _settle(self, member: _Member, key: GroupKey, sample: int) -> None:
@@ -275,8 +378,10 @@ class Pool:
         if not samples:
             del member.outstanding[key]
             stream, period, slot = key
-            name = f"{stream} {period}.{slot}"
-            self._trace(member.generator.name, name, member.began_s.pop(key), asyncio.get_running_loop().time())
+            name, now_s = f"{stream} {period}.{slot}", asyncio.get_running_loop().time()
+            self._durations_s.append(now_s - member.began_s[key])
+            self._trace(member.generator.name, name, member.began_s.pop(key), now_s)
+            self._let_go(member)
 
     def _queue(self, request: GroupRequest) -> None:
         """Training before evaluation, then the order of slots."""
@@ -288,21 +393,51 @@ class Pool:
             if _key(request) not in self._jobs:  # its period closed, or somebody thought dead answered after all
                 heapq.heappop(self._waiting)
                 continue
-            candidates = [
-                member
-                for member in self._members.values()
-                if member.serves == request.period
-                and member.free >= len(request.samples)
-                and member.generator.why_never(request) is None
-            ]
+            candidates = self._candidates(request)
             if not candidates:
                 return
             heapq.heappop(self._waiting)
-            member = max(candidates, key=lambda candidate: candidate.free)
-            member.outstanding.setdefault(_key(request), set()).update(request.samples)
-            member.free -= len(request.samples)
-            member.began_s.setdefault(_key(request), asyncio.get_running_loop().time())
-            member.generator.submit(request)
+            idle = [member for member in candidates if not member.outstanding]
+            num_parts = min(len(idle) - len(self._waiting), len(request.samples) // MIN_ROWS)
+            if num_parts < 2:
+                self._send(request, max(candidates, key=lambda candidate: candidate.free))
+            else:
+                for part, member in enumerate(idle[:num_parts]):
+                    self._send(msgspec.structs.replace(request, samples=request.samples[part::num_parts]), member)
+
+    def _candidates(self, request: GroupRequest) -> list[_Member]:
+        """Who could take it now."""
+        return [
+            member
+            for member in self._members.values()
+            if member.serves == request.period
+            and not member.leaves
+            and member.free >= len(request.samples)
+            and member.generator.why_never(request) is None
+        ]
+
+    def _send(self, request: GroupRequest, member: _Member) -> None:
+        if not member.outstanding:
+            member.silent_s = 0.0
+        member.outstanding.setdefault(_key(request), set()).update(request.samples)
+        member.free -= len(request.samples)
+        member.began_s.setdefault(_key(request), asyncio.get_running_loop().time())
+        member.generator.submit(request)
+
+    def _hedge(self) -> None:
+        """Ask an idle generator, too, for what is left of a straggler: whoever answers first is believed."""
+        if self._waiting or not self._durations_s:
+            return
+        too_old_s = asyncio.get_running_loop().time() - _FAR_LONGER * statistics.median(self._durations_s)
+        for key, job in self._jobs.items():
+            holders = [member for member in self._members.values() if key in member.outstanding]
+            if len(holders) != 1 or holders[0].began_s[key] > too_old_s or not holders[0].generator.repeatable:
+                continue
+            request = msgspec.structs.replace(job.request, samples=job.missing)
+            idle = [member for member in self._candidates(request) if not member.outstanding]
+            if idle:
+                self.counts.hedged += len(request.samples)
+                self._send(request, idle[0])
 
 
 def _key(message: GroupRequest | Completion) -> GroupKey:

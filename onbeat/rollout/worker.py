@@ -1,7 +1,8 @@
 """A generator process: an engine, a channel, and the two-phase loading of weights.
 
 The loop waits for messages only when the engine has nothing to do; between two decode steps it takes what has come.
-A group asked for in a version that is not the active one is refused: the process says so and ends (R4).
+A group asked for in a version that is not the active one is refused: the process says so and ends (R4). It ends, too,
+when the controller is gone, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,18 @@ from onbeat.messages import (
     Failed,
     FirstToken,
     GeneratorReady,
+    Leaving,
     Progress,
+    Refused,
+    ShareCores,
     Stage,
     Staged,
     Submit,
     ToGenerator,
+    WeightBytes,
     WorkerSettings,
-    Yield,
 )
+from onbeat.rollout.arithmetic import fingerprint
 from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Mapped
@@ -56,34 +62,53 @@ class GeneratorWorker:
         cache_bytes: int,
         decode: Decode = no_text,
         clock: Callable[[], float] = time.monotonic,
-        threads: Threads | None = None,
+        threads: Callable[[int], Threads] | None = None,
     ) -> None:
+        """`threads`: by how many generators share the machine."""
         self._channel = channel
         self._model = model
         self._targets = dict(model.named_parameters())
         self._engine = Engine(model, capacity, cache_bytes, decode)
         self._clock = clock
-        self._threads = threads or Threads(torch.get_num_threads(), torch.get_num_threads())
-        self._yields = False
+        now = torch.get_num_threads()
+        self._threads = threads or (lambda num_generators: Threads(now, now))
+        self._num_generators, self._trainer_works = 1, False
+        self._may_change_threads = True
+        self._wants_to_leave = self._waits = False
         self._activated_s: float | None = None
         """Set until the first token of the active version."""
         self._tokens_before = 0
         self._told_s = -PROGRESS_S
         self.room = self._engine.room
         self._staged: tuple[int, Mapped] | None = None
+        self._arriving: Arriving | None = None
         self._row_variance: str | None = None
         self._probed = False
 
     def run(self) -> None:
         while True:
             while self._engine.idle or self._channel.poll():
+                self._waits = True
                 message = self._channel.recv()
+                self._waits = False
                 if message is None:
                     return
                 self._handle(message)
+            self._tell_that_we_leave()
             for completion in self._engine.step():
                 self._channel.send(Completed(completion))
             self._tell()
+
+    def leave(self) -> None:
+        """From a signal handler: say so at once if nothing else is being said."""
+        self._wants_to_leave = True
+        if self._waits:
+            self._tell_that_we_leave()
+
+    def _tell_that_we_leave(self) -> None:
+        if self._wants_to_leave:
+            self._wants_to_leave = False
+            self._channel.send(Leaving())
 
     def _tell(self) -> None:
         """That there is a first token; now and then, how many there are."""
@@ -103,18 +128,34 @@ class GeneratorWorker:
                 self._engine.add(request)
             case Cancel(key=key):
                 self._engine.cancel(key)
+            case Stage(version=version, num_bytes=num_bytes, attached=True):
+                self._stage(version, self._channel.take_fd(), num_bytes)
             case Stage(version=version, num_bytes=num_bytes):
-                self._staged = (version, Mapped(self._channel.take_fd(), num_bytes))
-                self._channel.send(Staged(version, self._staged[1].digest()))
-            case Yield(trainer_works=trainer_works):
-                self._yields = trainer_works
+                self._arriving = Arriving(version, num_bytes)
+            case WeightBytes(data=data):
+                arriving = self._arriving
+                if arriving is not None and arriving.take(data):
+                    self._arriving = None
+                    self._stage(arriving.version, arriving.fd, arriving.num_bytes)
+            case ShareCores(num_generators=num_generators, trainer_works=trainer_works):
+                self._num_generators, self._trainer_works = num_generators, trainer_works
                 self._share_cores()
+            case Refused(reason=reason):
+                raise InputError(f"the run refuses this worker: {reason}")
             case Activate(version=version):
                 self._activate(version)
                 self._channel.send(Activated(version, self._row_variance))
 
+    def _stage(self, version: int, fd: int, num_bytes: int) -> None:
+        if self._staged is not None:  # another version came before this one was used
+            self._staged[1].close()
+        self._staged = (version, Mapped(fd, num_bytes))
+        self._channel.send(Staged(version, self._staged[1].digest()))
+
     def _share_cores(self) -> None:
-        torch.set_num_threads(self._threads.beside_trainer if self._yields else self._threads.alone)
+        if self._may_change_threads:
+            threads = self._threads(self._num_generators)
+            torch.set_num_threads(threads.beside_trainer if self._trainer_works else threads.alone)
 
     @torch.no_grad()
     def _activate(self, version: int) -> None:
@@ -126,14 +167,30 @@ class GeneratorWorker:
         self._staged = None
         self._engine.version = version
         if not self._probed:
-            torch.set_num_threads(self._threads.alone)
-            invariance = probe_invariance(self._model, self._threads.beside_trainer)
+            alone = self._threads(1).alone
+            torch.set_num_threads(alone)
+            others = {count for shared in range(1, alone + 1) for count in self._threads(shared)} - {alone}
+            invariance = probe_invariance(self._model, sorted(others))
             self._row_variance = invariance.rows
-            if invariance.threads is not None:
-                self._threads = Threads(self._threads.alone, self._threads.alone)
+            self._may_change_threads = invariance.threads is None
             self._share_cores()
             self._probed = True
         self._activated_s, self._tokens_before = self._clock(), self._engine.num_tokens
+
+
+class Arriving:
+    """A snapshot that comes in pieces."""
+
+    def __init__(self, version: int, num_bytes: int) -> None:
+        self.version = version
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC)
+        self._num_taken = 0
+
+    def take(self, data: bytes) -> bool:
+        """Whether that was the last piece."""
+        self._num_taken += os.pwrite(self.fd, data, self._num_taken)
+        return self._num_taken >= self.num_bytes
 
 
 def _decoder(model_dir: str) -> Decode:
@@ -147,20 +204,28 @@ def _decoder(model_dir: str) -> Decode:
     return decode
 
 
-def main(sock: socket.socket, settings_bytes: bytes) -> None:
+def main(
+    sock: socket.socket, settings_bytes: bytes, started: Callable[[GeneratorWorker], None] = lambda worker: None
+) -> None:
+    """`started` is given the worker before it begins to serve."""
     settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
     channel: Channel[ToGenerator] = Channel(sock, ToGenerator)
     try:
         config = Config.model_validate_json(settings.config)
         cores = len(os.sched_getaffinity(0))
-        threads = generator_threads(config.generator.threads, config.generator.count, cores)
-        prepare_process(threads.alone)
+
+        def threads(num_generators: int) -> Threads:
+            return generator_threads(config.generator.threads, num_generators, cores)
+
+        prepare_process(threads(1).alone)
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
         model = load_model(settings.model_dir)
         worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
-        channel.send(GeneratorReady(worker.room))
+        started(worker)
+        channel.send(GeneratorReady(worker.room, fingerprint()))
         worker.run()
     except Exception as error:
-        channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
+        with suppress(OSError):  # the run may be gone
+            channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise

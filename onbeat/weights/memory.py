@@ -7,8 +7,13 @@ The controller passes the descriptor on and keeps it for the length of the perio
 middle loads the period's snapshot and never the live weights; it never maps it. The file has no name: when the
 last holder is gone, so is the memory, whatever killed it.
 
-A generator that dies in either phase is lost to the pool, and the period opens with the others. One that read other
-bytes than were published breaks a promise of the run (UnverifiedWeightsError), and the run stops.
+    publish(t+1) ── stage, activate all but the joiners ─▶ serves          who joins: bring()
+                                                             stage, activate version t ─▶ is t still current?
+                                                             yes: serves t     no: once more, with t+1
+
+A generator that dies or does not answer in either phase is lost to the pool, and the period opens with the others; if
+none is left, with the first that comes. One that read other bytes than were published breaks a promise of the run
+(UnverifiedWeightsError), and the run stops.
 """
 
 from __future__ import annotations
@@ -17,31 +22,48 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
-from onbeat.errors import NoGeneratorsError, WorkerError
+from onbeat.errors import WorkerError
+from onbeat.patience import Patience
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
 
 class MemoryChannel:
     def __init__(self, pool: GeneratorPool) -> None:
         self._pool = pool
+        self._patience = Patience()
+        """With stages and activations."""
+        self._joining: set[str] = set()
         self.current: Snapshot | None = None
 
     async def publish(self, snapshot: Snapshot) -> None:
-        """Every generator serves the snapshot's version when this returns."""
+        """Every generator that is not joining serves the snapshot's version when this returns; at least one does."""
         self.close()
         self.current = snapshot
-        staged = await self._each(self._pool.generators, lambda generator: generator.stage(snapshot))
-        active = await self._each(staged, lambda generator: generator.activate(snapshot.version))
-        if not active:
-            raise NoGeneratorsError(f"no generator could load version {snapshot.version}: {self._pool.last_loss}")
-        for generator in active:
+        members = [generator for generator in self._pool.generators if generator.name not in self._joining]
+        staged = await self._each(members, lambda generator: generator.stage(snapshot))
+        for generator in await self._each(staged, lambda generator: generator.activate(snapshot.version)):
             self._pool.serves(generator.name, snapshot.version)
+        await self._pool.until_served(snapshot.version)
+
+    async def bring(self, generator: Generator) -> None:
+        """A joiner serves what is current when this returns. Raises WorkerError if it cannot."""
+        self._joining.add(generator.name)
+        try:
+            while (snapshot := self.current) is not None:
+                await self._timed(generator, generator.stage(snapshot))
+                await self._timed(generator, generator.activate(snapshot.version))
+                if snapshot is self.current:
+                    self._pool.serves(generator.name, snapshot.version)
+                    return
+        finally:
+            self._joining.discard(generator.name)
 
     async def _each(
         self, generators: list[Generator], phase: Callable[[Generator], Awaitable[None]]
     ) -> list[Generator]:
         """Run one phase on all of them at once; who dies is lost, the others go on."""
-        results = await asyncio.gather(*(phase(generator) for generator in generators), return_exceptions=True)
+        work = (self._timed(generator, phase(generator)) for generator in generators)
+        results = await asyncio.gather(*work, return_exceptions=True)
         passed = []
         for generator, result in zip(generators, results, strict=True):
             if isinstance(result, WorkerError):
@@ -51,6 +73,17 @@ class MemoryChannel:
             else:
                 passed.append(generator)
         return passed
+
+    async def _timed(self, generator: Generator, phase: Awaitable[None]) -> None:
+        """Give up who takes many times as long as it usually takes."""
+        clock = asyncio.get_running_loop().time
+        began_s, limit_s = clock(), self._patience.limit_s
+        try:
+            await asyncio.wait_for(phase, limit_s)
+        except TimeoutError:
+            generator.kill()
+            raise WorkerError(f"{generator.name} did not load its weights within {limit_s:.0f} s") from None
+        self._patience.paused(clock() - began_s)
 
     def close(self) -> None:
         if self.current is not None:

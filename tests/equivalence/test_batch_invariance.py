@@ -203,7 +203,7 @@ def test_a_large_group_whose_samples_end_one_by_one_gives_each_what_it_gets_in_a
 
 
 def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not() -> None:
-    assert probe_invariance(tiny_model("llama"), 1) == (None, None)
+    assert probe_invariance(tiny_model("llama"), [1]) == (None, None)
 
     class LeaksBatchSize(torch.nn.Module):
         """Adds to every row something that depends on how many rows there are."""

@@ -69,6 +69,10 @@ class FakeGenerator:
     """(version active, version asked for) of every request."""
     slots: list[int] = field(default_factory=list)
     """It was asked for."""
+    slowness: float = 1.0
+    hangs: bool = False
+    stopped: bool = False
+    owed: dict[GroupKey, int] = field(default_factory=dict)
     events: GeneratorEvents | None = None
 
     def attach(self, events: GeneratorEvents) -> None:
@@ -78,33 +82,67 @@ class FakeGenerator:
         room = Room(max_sequences=self.capacity, cache_tokens=self.cache_tokens, bytes_per_token=1 << 20)
         return room.why_never(request)
 
-    def yield_to_trainer(self, trainer_works: bool) -> None: ...
+    @property
+    def repeatable(self) -> bool:
+        return True
+
+    def share_cores(self, num_generators: int, trainer_works: bool) -> None: ...
+
+    def kill(self) -> None:
+        self.dead = True
+
+    def stop(self) -> None:
+        assert not any(self.owed.values()), "it was let go with work to do"
+        self.stopped = True
+
+    def die(self) -> None:
+        """As by SIGKILL."""
+        if not self.dead and not self.stopped:
+            self.dead = True
+            if self.events is not None:
+                self.events.lost(self.name, WorkerError(f"{self.name} was told to die"))
+
+    def hang(self) -> None:
+        """As by SIGSTOP: it says nothing any more."""
+        self.hangs = True
 
     async def stage(self, snapshot: Snapshot) -> None:
-        await asyncio.sleep(self.rng.random())
-        if self.dead:
-            raise WorkerError(f"{self.name} is dead")
+        await self._working()
         self.staged = snapshot.version
 
-    async def activate(self, version: int) -> None:
+    async def _working(self) -> None:
+        """On what it was asked for; for ever, if it hangs."""
         await asyncio.sleep(self.rng.random())
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        if self.dead:
+            raise WorkerError(f"{self.name} is dead")
+
+    async def activate(self, version: int) -> None:
+        await self._working()
         if self.staged != version:
             raise UnverifiedWeightsError("not staged", period=version, worker=self.name)
         self.version = version
 
     def submit(self, request: GroupRequest) -> None:
+        assert not self.stopped
+        key = request.stream, request.period, request.slot
+        self.owed[key] = self.owed.get(key, 0) + len(request.samples)
         self.served.append((self.version, request.period))
         self.slots.append(request.slot)
         loop = asyncio.get_running_loop()
         for sample in request.samples:
-            loop.call_later(self.rng.uniform(0.1, 20.0), self._complete, fake_completion(request, sample, self.version))
+            delay_s = self.slowness * self.rng.uniform(0.1, 20.0)
+            loop.call_later(delay_s, self._complete, fake_completion(request, sample, self.version))
 
     def cancel(self, key: GroupKey) -> None:
-        pass
+        self.owed.pop(key, None)
 
     def _complete(self, completion: Completion) -> None:
         assert self.events is not None
-        if self.dead and not self.talks_after_death:
+        if (key := (completion.stream, completion.period, completion.slot)) in self.owed:
+            self.owed[key] -= 1
+        if self.hangs or self.stopped or (self.dead and not self.talks_after_death):
             return
         self.num_completed += 1
         self.events.completed(self.name, completion)

@@ -24,12 +24,13 @@ from onbeat.messages import (
     Completed,
     FirstToken,
     FromGenerator,
+    GeneratorReady,
     Progress,
+    ShareCores,
     Stage,
     Staged,
     Submit,
     ToGenerator,
-    Yield,
 )
 from onbeat.protocols import Snapshot
 from onbeat.rollout.client import EmbeddedGenerator
@@ -57,6 +58,8 @@ class SocketChild:
         self._thread = threading.Thread(target=behave, args=(Channel(theirs, ToGenerator),), daemon=True)
         self._thread.start()
 
+    shares_memory = True
+
     def kill(self) -> None: ...
 
     async def exited(self) -> int:
@@ -69,7 +72,7 @@ class SocketChild:
 def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> Pool:
     async def main() -> Pool:
         pool = Pool()
-        generator = EmbeddedGenerator(SocketChild(behave), ROOM)
+        generator = EmbeddedGenerator(SocketChild(behave), GeneratorReady(ROOM, "arithmetic"))
         pool.add(generator)
         channel = MemoryChannel(pool)
         fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())
@@ -77,7 +80,7 @@ def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> 
             await channel.publish(Snapshot(version=version, digest=digest, num_bytes=num_bytes, handle=fd))
         finally:
             channel.close()
-            generator.close()
+            generator.stop()
         return pool
 
     return asyncio.run(main())
@@ -94,6 +97,8 @@ def answering(staged: Callable[[int, str], Staged], activated: Callable[[int], A
                     channel.send(staged(version, mapped.digest()))
                 case Activate(version=version):
                     channel.send(activated(version))
+                case ShareCores():
+                    pass
                 case _:
                     return
 
@@ -115,8 +120,8 @@ def test_an_honest_generator_is_believed() -> None:
     ("staged", "activated", "complaint"),
     [
         (lambda v, d: Staged(v, d[::-1]), lambda v: Activated(v, None), "arrived with digest"),
-        (lambda v, d: Staged(v - 1, d), lambda v: Activated(v, None), "version 2 arrived"),
-        (Staged, lambda v: Activated(v - 1, None), "version 2 was activated instead"),
+        (lambda v, d: Staged(v + 1, d), lambda v: Activated(v, None), "a Staged of version 4"),
+        (Staged, lambda v: Activated(v + 1, None), "a Activated of version 4"),
     ],
     ids=["other bytes", "other version staged", "other version activated"],
 )
@@ -193,11 +198,15 @@ def test_the_worker_leaves_cores_to_a_trainer_that_works_if_its_bits_do_not_depe
         monkeypatch.setattr("onbeat.rollout.worker.probe_invariance", lambda model, threads, it=invariance: it)
         ours, theirs = socket.socketpair()
         worker = GeneratorWorker(
-            Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30, threads=Threads(2, 1)
+            Channel(theirs, ToGenerator),
+            tiny_model("llama"),
+            capacity=8,
+            cache_bytes=1 << 30,
+            threads=lambda num_generators: Threads(2, 1),
         )
         fd, num_bytes, _ = snapshot.write(tiny_model("llama").named_parameters())
         peer: Channel[FromGenerator] = Channel(ours, FromGenerator)
-        peer.send(Yield(True))
+        peer.send(ShareCores(1, True))
         peer.send(Stage(0, num_bytes), [fd])
         os.close(fd)
         peer.send(Activate(0))
@@ -205,7 +214,7 @@ def test_the_worker_leaves_cores_to_a_trainer_that_works_if_its_bits_do_not_depe
             worker._handle(worker._channel.recv())  # type: ignore[arg-type]
         found = [torch.get_num_threads()]
         for works in (False, True):
-            worker._handle(Yield(works))
+            worker._handle(ShareCores(1, works))
             found.append(torch.get_num_threads())
         assert found == expected
         ours.close()
@@ -214,19 +223,21 @@ def test_the_worker_leaves_cores_to_a_trainer_that_works_if_its_bits_do_not_depe
 
 
 def test_the_pool_tells_every_generator_when_the_trainer_works_and_who_joins_meanwhile() -> None:
-    told: list[tuple[str, bool]] = []
+    told: dict[str, tuple[int, bool]] = {}
 
     class Listening(FakeGenerator):
-        def yield_to_trainer(self, trainer_works: bool) -> None:
-            told.append((self.name, trainer_works))
+        def share_cores(self, num_generators: int, trainer_works: bool) -> None:
+            told[self.name] = num_generators, trainer_works
 
     pool = Pool()
     pool.add(Listening("first", 8, random.Random(0)))
     pool.trainer_works(True)
+    assert told == {"first": (1, True)}
     pool.add(Listening("second", 8, random.Random(0)))
+    assert told == {"first": (2, True), "second": (2, True)}
     pool.progress("first", 40)
     pool.trainer_works(False)
-    assert told == [("first", True), ("second", True), ("first", False), ("second", False)]
+    assert told == {"first": (2, False), "second": (2, False)}
     assert pool.tokens_so_far == {"first": 40, "second": 0}
 
 

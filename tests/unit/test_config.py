@@ -216,8 +216,7 @@ def test_a_section_is_no_value(recipe: Path, tmp_path: Path) -> None:
 
 def test_a_flag_cannot_reach_into_the_list_of_rewards(recipe: Path) -> None:
     assert refusal([recipe], {"reward.functions.path": "format"}) == (
-        "'reward.functions.path' is a key of the items of 'reward.functions': "
-        "set the list as a whole, with --reward.functions"
+        "'reward.functions.path' is part of 'reward.functions': set that as a whole, with --reward.functions"
     )
 
 

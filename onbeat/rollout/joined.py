@@ -1,0 +1,104 @@
+"""A generator that came by itself, seen from the controller: a connection, and nothing else to hold it by.
+
+    door (control.py) ── Join ──▶ Welcome ──▶ GeneratorReady ──▶ crew.join: load, verify, serve
+                                                     │
+                         whose arithmetic differs from the run's is refused: its tokens would differ, too
+
+It is given up by closing the connection, whereupon it ends. Nobody replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onbeat.control import Join, Request
+from onbeat.errors import OnbeatError, WorkerError
+from onbeat.messages import FromGenerator, Refused, Welcome, WorkerSettings
+from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.crew import Crew
+from onbeat.rollout.pool import Pool
+from onbeat.wire import Connection
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_MAX_FILES_BYTES = 64 << 20
+
+
+class JoinedChild:
+    def __init__(self, name: str, join: Join, connection: Connection[Any], *, local: bool) -> None:
+        self.name = name
+        self.pid = join.pid
+        self.connection = connection
+        self.shares_memory = local
+
+    def kill(self) -> None:
+        self.connection.close()
+
+    async def exited(self) -> int:
+        """All we can know is that it hung up."""
+        return 0
+
+    def log_tail(self) -> str:
+        return ""
+
+
+class Reception:
+    """Brings whoever joins to the crew."""
+
+    def __init__(
+        self, pool: Pool, crew: Crew, settings: Callable[[str], WorkerSettings], warn: Callable[[str], None]
+    ) -> None:
+        self._pool = pool
+        self._crew = crew
+        self._settings = settings
+        self._warn = warn
+        self._count = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def join(self, connection: Connection[Request], join: Join, local: bool) -> None:
+        self._count += 1
+        child = JoinedChild(f"generator-{join.host[:32]}-{self._count}", join, connection, local=local)
+        task = asyncio.create_task(self._receive(child))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _receive(self, child: JoinedChild) -> None:
+        settings = self._settings(child.name)
+        files = {} if child.shares_memory else small_files(Path(settings.model_dir))
+        child.connection.expect(FromGenerator)
+        child.connection.send(Welcome(settings=settings, files=files))
+        try:
+            generator = await EmbeddedGenerator.ready(child)
+            if (reason := self._why_not(generator)) is not None:
+                child.connection.send(Refused(reason))
+                await child.connection.drained()
+                raise WorkerError(f"{child.name} was refused: {reason}")
+        except OnbeatError as error:
+            child.connection.close()
+            self._warn(str(error))
+        else:
+            self._crew.join(generator)
+
+    def _why_not(self, generator: EmbeddedGenerator) -> str | None:
+        others = {other.arithmetic for other in self._pool.generators if isinstance(other, EmbeddedGenerator)}
+        if others and generator.arithmetic not in others:
+            return (
+                "its processor or its build of torch computes other bits than the run's generators do, so the run "
+                "would not be exact any more"
+            )
+        return None
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def small_files(model_dir: Path) -> dict[str, bytes]:
+    """Everything a model directory holds but the weights."""
+    found = {file.name: file.read_bytes() for pattern in _SMALL_FILES for file in sorted(model_dir.glob(pattern))}
+    if (size := sum(map(len, found.values()))) > _MAX_FILES_BYTES:
+        raise WorkerError(f"the small files of {model_dir} have {size:,} bytes; {_MAX_FILES_BYTES:,} can be sent")
+    return found

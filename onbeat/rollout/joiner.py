@@ -1,0 +1,78 @@
+"""`onbeat worker --join`: a generator for a run that is going on, here or, with a token, on another machine.
+
+Ctrl-C or SIGTERM once: it finishes the groups it has, then leaves; twice: it leaves at once, and its groups go to
+others. It ends, too, when the run does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from onbeat.control import ask_to_join, connect_here, connect_there
+from onbeat.errors import ConfigError, WorkerError
+from onbeat.messages import Welcome
+from onbeat.secret import read_token
+
+_LEFT_AT_ONCE = 130
+
+
+def serve_run(place: str, token_file: str | None, say: Callable[[str], None]) -> None:
+    """Until the run ends, or somebody wants us to leave. Imports torch; prepare the environment first."""
+    sock = connect(place, token_file)
+    welcome = ask_to_join(sock)
+    if welcome is None:
+        raise WorkerError(f"--join {place}: the run does not want another generator now")
+    with tempfile.TemporaryDirectory(prefix="onbeat-worker-") as folder:
+        settings = msgspec.structs.replace(welcome.settings, model_dir=_unpacked(welcome, Path(folder)))
+        say(f"{settings.name} joins {place}")
+        from onbeat.rollout.worker import GeneratorWorker, main
+
+        def started(worker: GeneratorWorker) -> None:
+            def leave(signum: int, frame: FrameType | None) -> None:
+                signal.signal(signal.SIGINT, _leave_at_once)
+                signal.signal(signal.SIGTERM, _leave_at_once)
+                say("leaving when what has been begun is done; once more: at once")
+                worker.leave()
+
+            signal.signal(signal.SIGINT, leave)
+            signal.signal(signal.SIGTERM, leave)
+
+        sock.settimeout(None)
+        with suppress(ConnectionError):  # the run has ended
+            main(sock, msgspec.msgpack.encode(settings), started)
+    say(f"{settings.name} has left")
+
+
+def connect(place: str, token_file: str | None) -> socket.socket:
+    if token_file is not None:
+        return connect_there(place, read_token(token_file, "--token-file"))
+    if not Path(place).is_dir():
+        raise ConfigError(
+            f"--join {place}: not the directory of a run; to join one on another machine, give HOST:PORT and "
+            "--token-file"
+        )
+    sock = connect_here(Path(place))
+    if sock is None:
+        raise ConfigError(f"--join {place}: no run is going there")
+    return sock
+
+
+def _unpacked(welcome: Welcome, folder: Path) -> str:
+    if not welcome.files:
+        return welcome.settings.model_dir
+    for name, content in welcome.files.items():
+        (folder / Path(name).name).write_bytes(content)
+    return str(folder)
+
+
+def _leave_at_once(signum: int, frame: FrameType | None) -> None:
+    os._exit(_LEFT_AT_ONCE)

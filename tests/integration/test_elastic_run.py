@@ -1,0 +1,263 @@
+"""Real runs whose generators die, hang, join and leave: nothing is lost, and the weights are those of a quiet run.
+
+The figures of docs/reliability.md come from `make test-full`; a small share of each is in `make test-integration`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onbeat
+from onbeat.errors import NoGeneratorsError
+from tests.fakes.faulty_worker import FAULTS, fired, plan
+from tests.fakes.processes import RunProcess
+from tests.fakes.runs import RECIPE, SMALL, run_digests, train_digests
+
+pytestmark = pytest.mark.integration
+GENERATORS = 3
+
+
+def faulty(run_dir: Path, faults: list[str], monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> list[str]:
+    """Train with workers in which these faults go off; which did."""
+    directory = run_dir.parent / f"{run_dir.name}-faults"
+    plan(directory, faults)
+    monkeypatch.setenv(FAULTS, str(directory))
+    monkeypatch.setattr("onbeat.rollout.client.ENTRY", "tests.fakes.faulty_worker:main")
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of every loss there is one
+        onbeat.train(RECIPE, overrides={**SMALL, "generator.count": GENERATORS, "run.dir": str(run_dir), **keys})
+    return fired(directory)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def seeded_kills(count: int, seed: int) -> list[str]:
+    """One that dies before it has done anything, then one that has done something: so that the run gets on."""
+    rng = random.Random(seed)
+    early = [rng.choice(["idle 1", "idle 2", "idle 3", "load 1", "prefill 1"]) for _ in range(count)]
+    late = [f"{rng.choice(['decode', 'reply', 'prefill', 'load'])} {rng.randint(2, 9)}" for _ in range(count)]
+    return [fault for pair in zip(late, early, strict=True) for fault in pair][:count]
+
+
+@pytest.mark.parametrize(
+    ("count", "periods"), [(12, 10), pytest.param(200, 160, marks=pytest.mark.full)], ids=["12", "200"]
+)
+def test_workers_killed_while_idle_loading_prefilling_decoding_and_replying_cost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, periods: int
+) -> None:
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=periods)
+    faults = seeded_kills(count, seed=count)
+    assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=periods) == faults
+    assert run_digests(tmp_path / "run") == undisturbed
+    assert records(tmp_path / "run")[-1]["num_lost_generators"] == count
+
+
+def test_a_version_that_was_loaded_in_part_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death after each tensor of the model."""
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=12)
+    faults = [fault for number in range(1, 13) for fault in (f"decode {number + 2}", f"tensor {number}")]
+    assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=12) == faults
+    assert run_digests(tmp_path / "run") == undisturbed
+
+
+def test_messages_twice_late_and_out_of_order_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=8)
+    assert faulty(tmp_path / "run", ["talk 1"] * GENERATORS, monkeypatch, schedule__periods=8) == ["talk 1"] * 3
+    assert run_digests(tmp_path / "run") == undisturbed
+    last = records(tmp_path / "run")[-1]
+    assert last["num_duplicate_messages"] + last["num_late_messages"] > 100
+    assert last["num_lost_generators"] == 0
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.full)])
+def test_a_worker_that_hangs_is_given_up_and_its_groups_are_done_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    periods = 4 * count
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=periods)
+    faults = [f"stop {number + 3}" for number in range(count)]
+    assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=periods) == faults
+    assert run_digests(tmp_path / "run") == undisturbed
+    assert records(tmp_path / "run")[-1]["num_lost_generators"] == count
+
+
+def test_a_worker_ten_times_as_slow_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=10)
+    faulty(tmp_path / "run", ["slow 10"], monkeypatch, schedule__periods=10)
+    assert run_digests(tmp_path / "run") == undisturbed
+    assert records(tmp_path / "run")[-1]["num_lost_generators"] == 0
+
+
+def test_when_every_worker_dies_the_run_ends_with_a_typed_error_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=8)
+    keys = {"schedule__periods": 8, "checkpoint__every": 1, "generator__count": 1}
+    with pytest.raises(NoGeneratorsError, match="generators died one after another"):
+        faulty(tmp_path / "run", ["load 4"] + ["load 1"] * 8, monkeypatch, **keys)
+    monkeypatch.undo()
+    names = {key.replace("__", "."): value for key, value in keys.items()}
+    onbeat.train(RECIPE, overrides={**SMALL, **names, "run.dir": str(tmp_path / "run")}, resume=True)
+    assert run_digests(tmp_path / "run") == undisturbed
+
+
+class Visitors:
+    """`onbeat worker` and `onbeat scale`, from other shells, at seeded moments."""
+
+    def __init__(self, run: RunProcess, seed: int) -> None:
+        self._run = run
+        self._rng = random.Random(seed)
+        self._workers: list[subprocess.Popen[str]] = []
+        self.num_changes = 0
+
+    def change_something(self) -> None:
+        rng = self._rng
+        kind = rng.choice(["join", "leave", "scale"])
+        if kind == "join" or (kind == "leave" and not self._workers):
+            self._workers.append(worker(["--join", str(self._run.run_dir)]))
+        elif kind == "leave":
+            self._workers.pop(rng.randrange(len(self._workers))).send_signal(
+                rng.choice([signal.SIGTERM, signal.SIGKILL])
+            )
+        else:
+            assert scale(self._run.run_dir, rng.randint(1, 4)).returncode == 0
+        self.num_changes += 1
+
+    def finish(self) -> None:
+        for each in self._workers:
+            output, errors = each.communicate(timeout=60)
+            assert each.returncode == 0, output + errors
+
+
+def worker(flags: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "onbeat.cli", "worker", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def scale(run_dir: Path, count: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onbeat.cli", "scale", str(run_dir), f"generators={count}"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "periods"), [(6, 60), pytest.param(50, 500, marks=pytest.mark.full)], ids=["6", "50"]
+)
+def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
+    tmp_path: Path, changes: int, periods: int
+) -> None:
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=periods)
+    run = RunProcess(tmp_path / "run", schedule__periods=periods)
+    visitors = Visitors(run, seed=changes)
+    for number in range(changes):
+        run.wait_for_line(f"period {2 + number * (periods - 6) // changes}/")
+        visitors.change_something()
+    code, _, errors = run.finish()
+    assert code == 0, errors
+    assert visitors.num_changes == changes
+    assert run_digests(tmp_path / "run") == undisturbed
+    visitors.finish()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text("a token for this test alone\n")
+    file.chmod(0o600)
+    return file
+
+
+def test_a_worker_joins_over_the_network_with_the_token_and_without_the_models_files(
+    tmp_path: Path, token_file: Path
+) -> None:
+    """Over loopback, as from another machine: no memory is shared, and the model comes through the connection."""
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=60)
+    run = RunProcess(
+        tmp_path / "run", schedule__periods=60, cluster__listen="127.0.0.1:0", cluster__token_file=str(token_file)
+    )
+    place = run.wait_for_line("workers may join at ").split()[-1]
+    run.wait_for_line("period 2/")
+    visitor = worker(["--join", place, "--token-file", str(token_file)])
+    while "has joined; there are 2 generators" not in (line := run.process.stderr.readline()):  # type: ignore[union-attr]
+        assert line, "the run ended before anybody joined"
+    os.kill(run.pid_of("generator-0"), signal.SIGKILL)  # now the visitor must do it, at least for a while
+    code, _, errors = run.finish()
+    assert code == 0, errors
+    output, visitor_errors = visitor.communicate(timeout=60)
+    assert visitor.returncode == 0, visitor_errors
+    assert "has left" in output
+    assert run_digests(tmp_path / "run") == undisturbed
+    lanes = json.loads((tmp_path / "run" / "trace.json").read_text())
+    names = {event["args"]["name"] for event in lanes if event["name"] == "process_name"}
+    assert any(name.startswith("generator-") and not name[len("generator-") :].isdigit() for name in names)
+
+
+def test_mistakes_at_the_door_are_told(tmp_path: Path, token_file: Path) -> None:
+    assert "no run is going on in" in scale(tmp_path, 2).stderr
+    nobody = worker(["--join", str(tmp_path)])
+    assert "no run is going there" in nobody.communicate()[1]
+    nowhere = worker(["--join", "127.0.0.1:9", "--token-file", str(token_file)])
+    assert "no run answers there" in nowhere.communicate()[1]
+    assert nobody.returncode == nowhere.returncode == 2
+
+
+def test_a_run_listens_nowhere_unless_it_is_told_to_and_then_where_it_is_told(tmp_path: Path, token_file: Path) -> None:
+    closed = RunProcess(tmp_path / "closed", schedule__periods=1000)
+    closed.wait_for_line("period 2/")
+    assert listeners(closed) == []
+    closed.process.kill()
+    run = RunProcess(
+        tmp_path / "run", schedule__periods=1000, cluster__listen="127.0.0.1:0", cluster__token_file=str(token_file)
+    )
+    place = run.wait_for_line("workers may join at ").split()[-1]
+    assert listeners(run) == [place]
+    run.process.kill()
+
+
+def listeners(run: RunProcess) -> list[str]:
+    """Addresses at which processes of the run accept connections."""
+    inodes = set()
+    for pid in run.alive():
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(fd)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6", "/proc/net/udp", "/proc/net/udp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes and (fields[3] == "0A" or "udp" in table):
+                address, port = fields[1].split(":")
+                host = ".".join(str(byte) for byte in bytes.fromhex(address)[::-1]) if len(address) == 8 else address
+                found.append(f"{host}:{int(port, 16)}")
+    return found
+
+
+def test_by_demand_a_run_finds_its_number_of_generators(tmp_path: Path) -> None:
+    """Training is next to nothing here, so more are wanted; whether they help is the machine's to say."""
+    run_dir = tmp_path / "run"
+    onbeat.train(
+        RECIPE,
+        overrides={
+            **SMALL, "run.dir": str(run_dir), "schedule.periods": 40, "generator.count": {"min": 1, "max": 3},
+            "schedule.prompts_per_period": 64, "trainer.pack_tokens": 4096,
+        },
+    )  # fmt: skip
+    counts = [record["num_generators"] for record in records(run_dir)]
+    decisions = [
+        event["name"] for event in json.loads((run_dir / "trace.json").read_text()) if "generators" in event["name"]
+    ]
+    assert len(set(counts)) == 1 or decisions
+    assert max(counts) <= 3
