@@ -79,7 +79,8 @@ class MemoryChannel:
         clock = asyncio.get_running_loop().time
         began_s, limit_s = clock(), self._patience.limit_s
         try:
-            await asyncio.wait_for(phase, limit_s)
+            async with asyncio.timeout(limit_s):  # wait_for would lose a cancellation that comes with the answer
+                await phase
         except TimeoutError:
             generator.kill()
             raise WorkerError(f"{generator.name} did not load its weights within {limit_s:.0f} s") from None
