@@ -21,7 +21,8 @@ def test_sync_and_periodic_with_1_2_and_3_generators_end_with_the_same_weights_a
         assert json.loads((run_dir / "environment.json").read_text())["exact"] is True
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.integration) for seed in (2, 3))])
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_other_seeds_agree_too_and_differ_from_each_other(
     seed: int, tmp_path: Path, seen: dict[int, tuple[str, str]]
 ) -> None:
@@ -41,8 +42,11 @@ def seen() -> dict[int, tuple[str, str]]:
     "setting",
     [
         {"schedule.updates_per_period": 2},
-        {"algorithm.beta": 0.1, "algorithm.loss_mean": "token"},
-        {"trainer.gradient_checkpointing": True, "sampling.temperature": 0.7, "algorithm.scale_advantages": False},
+        pytest.param({"algorithm.beta": 0.1, "algorithm.loss_mean": "token"}, marks=pytest.mark.integration),
+        pytest.param(
+            {"trainer.gradient_checkpointing": True, "sampling.temperature": 0.7, "algorithm.scale_advantages": False},
+            marks=pytest.mark.integration,
+        ),
     ],
     ids=lambda setting: " ".join(setting),
 )
@@ -52,6 +56,7 @@ def test_sync_equals_periodic_with(setting: dict[str, Any], tmp_path: Path) -> N
     assert train_digests(tmp_path / "periodic", generator__count=2, **keys) == sync
 
 
+@pytest.mark.integration
 def test_a_training_loop_of_ones_own_ends_with_the_weights_of_onbeat_train(tmp_path: Path) -> None:
     ours = train_digests(tmp_path / "ours")
     flags = [text for key, value in SMALL.items() for text in (f"--{key}", str(value))]

@@ -56,6 +56,7 @@ def test_a_killed_generators_groups_are_sent_again_and_the_weights_are_the_same(
     assert run_digests(tmp_path / "disturbed") == undisturbed
 
 
+@pytest.mark.integration
 def test_the_only_generator_is_replaced_when_it_dies_and_the_weights_are_the_same(tmp_path: Path) -> None:
     undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=10)
     run = RunProcess(tmp_path / "disturbed", schedule__periods=10)
