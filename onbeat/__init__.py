@@ -22,29 +22,23 @@ def train(*recipes: str, overrides: dict[str, Any] | None = None, resume: bool =
 
     `resume` goes on with the run in run.dir, from its last checkpoint, to the same result bit for bit.
 
-    Works in any thread, in a notebook too. Progress is printed; problems that do not stop the run are warnings.
+    Works in any thread, in a notebook too. Progress is printed; problems that do not stop the run are warnings. An
+    interrupt (Ctrl-C, SIGTERM, a notebook's stop) leaves a run that can be resumed, and raises KeyboardInterrupt.
     """
-    import asyncio
     import warnings
-    from concurrent.futures import ThreadPoolExecutor
 
     from onbeat.controller import run
+    from onbeat.interrupt import Interruption, run_interruptibly
     from onbeat.recipe import load
 
     config = load(recipes, overrides)
 
-    def start() -> TrainResult:
-        def warn(sentence: str) -> None:
-            warnings.warn(sentence, stacklevel=2)
+    def warn(sentence: str) -> None:
+        warnings.warn(sentence, stacklevel=2)
 
-        return asyncio.run(run(config, say=print, warn=warn, resume=resume))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return start()
-    with ThreadPoolExecutor(1) as other_thread:  # a loop is running in this one
-        return other_thread.submit(start).result()
+    interruption = Interruption()
+    work = run(config, say=print, warn=warn, resume=resume, interruption=interruption)
+    return run_interruptibly(work, interruption)
 
 
 def __getattr__(name: str) -> Any:

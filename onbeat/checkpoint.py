@@ -23,7 +23,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +75,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     lengths: dict[str, int]
     """Bytes of every file the run appends to."""
+    digests: dict[str, str] = {}
+    """Of those bytes."""
+    inputs: dict[str, str] = {}
+    """What the run's bits rest on beside the configuration: digests of data and model, threads, versions."""
     config: dict[str, Any]
 
 
@@ -112,6 +117,8 @@ def _write(path: Path, content: list[memoryview], at: At) -> Part:
             at(f"{path.name}: sync")
             os.fsync(file.fileno())
     except OSError as error:
+        with suppress(OSError):
+            path.unlink()  # others need the room
         room = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
         full = f" ({room:,} bytes are free there)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise CheckpointError(f"cannot write the {size:,} bytes of {path}: {error.strerror}{full}") from error
@@ -137,9 +144,13 @@ class CheckpointStore:
     """The `checkpoints` directory of a run. Blocking; one writer (run_dir.py holds the lock)."""
 
     def __init__(
-        self, directory: Path, keep: int, at: At = nowhere, best: Callable[[], int | None] = lambda: None
+        self,
+        directory: Path,
+        keep: int,
+        at: At = nowhere,
+        best: Callable[[Sequence[int]], int | None] = lambda versions: None,
     ) -> None:
-        """The newest `keep` are kept, and the one `best` names: the version that evaluated best so far."""
+        """The newest `keep` are kept, and, of all there are, the one `best` names: that evaluated best."""
         self.directory = directory
         self._keep = keep
         self._at = at
@@ -151,7 +162,7 @@ class CheckpointStore:
         try:
             self._at("make the directory")
             self.directory.mkdir(parents=True, exist_ok=True)
-            for left_behind in self.directory.glob(".*"):
+            for left_behind in [*self.directory.glob(".version-*"), *self.directory.glob(".removed-*")]:
                 shutil.rmtree(left_behind)
             hidden.mkdir()
         except OSError as error:
@@ -180,8 +191,9 @@ class CheckpointStore:
     def prune(self) -> None:
         """Remove what is not kept: all but the newest few and the best."""
         versions = self.versions()
+        best = self._best(versions)
         for version in versions[: -self._keep]:
-            if version != self._best():
+            if version != best:
                 self._remove(version)
 
     def _remove(self, version: int) -> None:
@@ -196,12 +208,17 @@ class CheckpointStore:
         names = [path.name for path in self.directory.glob("version-*")] if self.directory.exists() else []
         return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"version-(\d+)", name)))
 
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole; each that is not is named. None if there is none at all."""
+    def newest(
+        self, warn: Callable[[str], None], fits: Callable[[Manifest], None] = lambda manifest: None
+    ) -> Checkpoint | None:
+        """The newest checkpoint that is whole and of which `fits` does not complain; those that are not are named. None
+        if there is none at all."""
         problems = []
         for version in reversed(self.versions()):
             try:
-                return self.load(version)
+                checkpoint = self.load(version)
+                fits(checkpoint.manifest)
+                return checkpoint
             except CheckpointError as error:
                 problems.append(str(error))
                 warn(f"{error}; trying the checkpoint before it")
@@ -209,9 +226,20 @@ class CheckpointStore:
             raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(problems)}")
         return None
 
+    def set_aside(self, after: int) -> None:
+        """What is newer than the version a run goes on from is no checkpoint of that run any more."""
+        for version in self.versions():
+            if version > after:
+                aside = self.directory / f"refused-{_name(version)}"
+                shutil.rmtree(aside, ignore_errors=True)
+                self.path(version).rename(aside)
+
+    def path(self, version: int) -> Path:
+        return self.directory / _name(version)
+
     def load(self, version: int) -> Checkpoint:
         """Read and verify: every byte of every part."""
-        directory = self.directory / _name(version)
+        directory = self.path(version)
         manifest = read_manifest(directory / MANIFEST)
         for part in manifest.parts:
             _verify(directory / part.name, part)

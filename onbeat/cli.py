@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _OWN_FLAGS = {"--dry-run", "--resume", "--json", "--help"}
-_OWN_FLAGS_WITH_VALUE = ("--join", "--token-file")
+_OWN_FLAGS_WITH_VALUE = ("--join", "--token-file", "--version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "worker":
             _refuse_rest("worker", "--join and perhaps --token-file", [*rest, *flags])
             return _worker(arguments.join, arguments.token_file)
+        if arguments.command == "export":
+            _refuse_rest("export", "a run's directory, a directory to make, and perhaps --version", [*rest, *flags])
+            return _export(arguments.run, arguments.model, arguments.version)
         if arguments.command == "eval":
+            _refuse_rest("eval", "a model directory, recipes and --section.key VALUE", rest)
             return _eval(arguments, overrides)
         if arguments.command == "sample":
+            _refuse_rest("sample", "a model directory and prompts", rest)
             return _sample(arguments, overrides)
         if rest:
             raise ConfigError(f"{rest[0]!r} is neither a recipe nor a flag of the form --section.key VALUE")
@@ -79,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
         "--join", required=True, metavar="RUN", help="the run's directory, or HOST:PORT (cluster.listen)"
     )
     worker.add_argument("--token-file", metavar="FILE", help="with the run's token; for HOST:PORT")
+    export = commands.add_parser(
+        "export",
+        help="make a model directory of a run's checkpoint",
+        description="Of the checkpoint that evaluated best, if none is named; of the newest, if none was evaluated.",
+    )
+    export.add_argument("run", metavar="RUN", help="the run's directory")
+    export.add_argument("model", metavar="MODEL", help="the directory to make")
+    export.add_argument("--version", type=int, metavar="N", help="of the checkpoint")
     evaluate = commands.add_parser("eval", help="held-out accuracy of a model, by a recipe's data and rewards")
     evaluate.add_argument("model", metavar="MODEL", help="a model directory")
     evaluate.add_argument("recipes", nargs="+", metavar="RECIPE")
@@ -146,14 +158,7 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
         return 0
     from onbeat.controller import run
 
-    async def until_signal() -> None:
-        """SIGTERM, like Ctrl-C, ends the run in order, saved; the second of either ends it at once."""
-        task = asyncio.current_task()
-        assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await run(config, say=_say, warn=_warn, resume=arguments.resume, **_display())
-
-    asyncio.run(until_signal())
+    asyncio.run(run(config, say=_say, warn=_warn, resume=arguments.resume, **_display()))  # it handles signals
     return 0
 
 
@@ -172,12 +177,18 @@ def _status(run_dir: str, as_json: bool) -> int:
     import msgspec
 
     from onbeat.control import ask_status
+    from onbeat.run_dir import check_is_run, held_by
     from onbeat.status import describe
     from onbeat.watch import status_at_rest
 
-    if not (Path(run_dir) / "config.toml").is_file():
-        raise ConfigError(f"{run_dir!r} is not the directory of a run: it has no config.toml")
-    status = ask_status(Path(run_dir)) or status_at_rest(Path(run_dir))
+    check_is_run(Path(run_dir))
+    status = ask_status(Path(run_dir))
+    if status is None and (holder := held_by(Path(run_dir))) is not None:
+        raise ConfigError(
+            f"the run in {run_dir!r} is going on (process {holder}), but gives no answer: it belongs to somebody else, "
+            "or is about to begin or to end"
+        )
+    status = status or status_at_rest(Path(run_dir))
     print(msgspec.json.encode(status).decode() if as_json else "\n".join(describe(status)))
     return 0
 
@@ -207,8 +218,21 @@ def _worker(place: str, token_file: str | None) -> int:
     return 0
 
 
+def _export(run_dir: str, directory: str, version: int | None) -> int:
+    from pathlib import Path
+
+    from onbeat.export import export_checkpoint
+
+    exported = export_checkpoint(Path(run_dir), Path(directory), version)
+    _say(f"model: {directory}, of version {exported}")
+    return 0
+
+
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # nobody reads it any more (`| head`): the run goes on, and writes everything down
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _warn(sentence: str) -> None:

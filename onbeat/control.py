@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from onbeat.errors import ConfigError, WireError
+from onbeat.errors import ConfigError, WireError, WorkerError
 from onbeat.messages import Welcome
 from onbeat.secret import Challenge, Proof, Proven, is_proof, is_proven, new_nonce, prove, prove_back
 from onbeat.status import Status
@@ -217,6 +217,15 @@ def ask_to_scale(run_dir: Path, generators: int) -> Answer | None:
 
 
 def _ask(run_dir: Path, request: Request, answer: type[A]) -> A | None:
+    try:
+        return _answer_of(run_dir, request, answer)
+    except TimeoutError:
+        raise WorkerError(
+            f"the run in {run_dir} is going, but has not answered for {PATIENCE_S:.0f} s: it is busy; try again"
+        ) from None
+
+
+def _answer_of(run_dir: Path, request: Request, answer: type[A]) -> A | None:
     with suppress(FileNotFoundError, ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
         sock = connect_here(run_dir)
         if sock is None:

@@ -13,13 +13,15 @@ from typing import Any
 from onbeat.checkpoint import CheckpointStore
 from onbeat.config import Config
 from onbeat.control import Answer, Door, Join, Request, listening, serving
+from onbeat.inputs import check_inputs
+from onbeat.interrupt import Interruption
 from onbeat.observe.metrics import Record
 from onbeat.observe.recorder import Recorder, Say, percent
 from onbeat.observe.trackers import open_trackers
 from onbeat.period import train
 from onbeat.protocols import Evaluated
 from onbeat.rollout.autoscale import Autoscaler, Load
-from onbeat.run_dir import RunDir, open_run_dir
+from onbeat.run_dir import RunDir, open_run_dir, seal
 from onbeat.saver import Mark, Saver
 from onbeat.secret import read_token
 from onbeat.session import Session, open_session
@@ -81,14 +83,22 @@ def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
 
 
 async def run(
-    config: Config, say: Say, warn: Say, *, resume: bool = False, display: Display = no_display
+    config: Config,
+    say: Say,
+    warn: Say,
+    *,
+    resume: bool = False,
+    display: Display = no_display,
+    interruption: Interruption | None = None,
 ) -> TrainResult:
     """Train as the configuration says; every process is gone when this returns or raises.
 
     `say` gets a line about each step of the way, `warn` what went wrong without stopping the run. `display` is given a
-    function that tells the state of things, and shows it meanwhile.
+    function that tells the state of things, and shows it meanwhile. Interrupted, by a signal or by `interruption`, it
+    saves what it can and raises CancelledError.
     """
-    with open_run_dir(config, resume=resume, say=say, warn=warn) as run_dir:
+    interruption = interruption or Interruption()
+    with interruption.handled(), open_run_dir(config, resume=resume, say=say, warn=warn) as run_dir:
         recorder = Recorder(
             run_dir,
             accuracy_threshold=config.reward.accuracy_threshold,
@@ -105,10 +115,10 @@ async def run(
                 serving(run_dir.path, door),
                 _open_to_others(config, door, say),
                 display(watch.status),
-                open_session(config, run_dir.path, recorder.span, warn) as session,
+                open_session(config, run_dir.path, recorder.span, say, warn) as session,
             ):
                 watch.session = session
-                await _train(session, run_dir, recorder, watch, say, warn)
+                await _train(session, run_dir, recorder, watch, interruption, say, warn)
         finally:
             recorder.close()
         return _result(config, run_dir, recorder, say)
@@ -163,10 +173,19 @@ def autoscaling(session: Session, recorder: Recorder) -> Callable[[Record], None
     return after_period
 
 
-async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: Watch, say: Say, warn: Say) -> None:
+async def _train(
+    session: Session,
+    run_dir: RunDir,
+    recorder: Recorder,
+    watch: Watch,
+    interruption: Interruption,
+    say: Say,
+    warn: Say,
+) -> None:
     config = session.config
-    tell_dropped(session, warn)
     checkpoint = run_dir.checkpoint
+    if checkpoint is not None:
+        check_inputs(checkpoint.manifest.inputs, session.inputs, warn)
     settings = session.worker_settings("trainer-0", checkpoint.directory if checkpoint else None)
     trainer = await TrainerClient.start(session.launcher, settings, recorder.span, session.pool.trainer_works)
     session.closing.callback(trainer.close)
@@ -177,7 +196,10 @@ async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: W
     recorder.on_period = autoscaling(session, recorder)
     recorder.on_first_publish = lambda: recorder.environment(**environment(session, trainer))
     session.prompts.position = checkpoint.manifest.cursor if checkpoint else 0
-    saver = make_saver(session, run_dir, recorder, trainer, warn)
+    saver = make_saver(session, run_dir, recorder, trainer, interruption, warn)
+    watch.saver = saver
+    interruption.say = say
+    interruption.why_not_now = saver.why_not_now
     try:
         await train(
             num_periods=config.schedule.periods,
@@ -195,14 +217,27 @@ async def _train(session: Session, run_dir: RunDir, recorder: Recorder, watch: W
         await trainer.export(str(run_dir.model))
         await saver.end()
     except asyncio.CancelledError:
+        if interruption.at_once:
+            raise
         saved = await saver.interrupted()
         say(f"interrupted; go on with --resume, from {saved}" if saved else "interrupted before anything was saved")
         raise
+    except Exception:  # ours or not: what has been done is not lost
+        if (saved := await saver.interrupted()) is not None:
+            say(f"the run ends here; --resume would go on from {saved}")
+        raise
 
 
-def make_saver(session: Session, run_dir: RunDir, recorder: Recorder, trainer: TrainerClient, warn: Say) -> Saver:
+def make_saver(
+    session: Session,
+    run_dir: RunDir,
+    recorder: Recorder,
+    trainer: TrainerClient,
+    interruption: Interruption,
+    warn: Say,
+) -> Saver:
     config = session.config
-    store = CheckpointStore(run_dir.path / "checkpoints", config.checkpoint.keep, best=recorder.best_version)
+    store = CheckpointStore(run_dir.path / "checkpoints", config.checkpoint.keep, best=recorder.best_of)
     return Saver(
         store,
         trainer,
@@ -210,20 +245,14 @@ def make_saver(session: Session, run_dir: RunDir, recorder: Recorder, trainer: T
         last_version=config.schedule.periods,
         updates_per_period=config.schedule.updates_per_period,
         config=config.model_dump(mode="json"),
+        inputs=session.inputs,
         mark=lambda: Mark(cursor=session.prompts.position, lengths=run_dir.lengths()),
+        seal=lambda lengths: seal(run_dir.path, lengths),
         warn=warn,
+        ends=lambda: interruption.asked,
         trace=recorder.span,
         resumed=run_dir.checkpoint.manifest.version if run_dir.checkpoint else None,
     )
-
-
-def tell_dropped(session: Session, warn: Say) -> None:
-    if dropped := session.dropped:
-        limit, more = session.config.data.max_prompt_tokens, ", …" if len(dropped) > 8 else ""
-        warn(
-            f"{len(dropped)} prompts are left out, having no token or more than data.max_prompt_tokens = {limit}: "
-            f"{', '.join(dropped[:8])}{more}"
-        )
 
 
 def _result(config: Config, run_dir: RunDir, recorder: Recorder, say: Say) -> TrainResult:

@@ -10,7 +10,7 @@ what was found, where, and what to do. Messages are for people; tests and caller
     4     a worker could not be started, or died and could not be replaced (WorkerError)
     5     a promise of the run was about to be broken, so it stopped (InvariantError)
     6     the run cannot be written down, or cannot be gone on with (CheckpointError)
-    7     the numbers went bad: the loss or the gradient is not finite again and again (NumbersError)
+    7     the numbers went bad: loss or gradient not finite again and again, or logits (NumbersError)
     130   interrupted
 """
 
@@ -42,7 +42,7 @@ class CheckpointError(OnbeatError):
 
 
 class NumbersError(OnbeatError):
-    """Loss or gradient not finite, several updates in a row."""
+    """Loss or gradient not finite, several updates in a row; or weights that compute nothing any more."""
 
     exit_code = 7
 

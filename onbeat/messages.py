@@ -56,6 +56,8 @@ class Failed(Struct, frozen=True, tag=True):
     """The worker cannot do its work, and why; it exits after this."""
 
     reason: str
+    diverged: bool = False
+    """It is not the worker: the weights compute nothing any more, and would not for another one."""
 
 
 class GeneratorReady(Struct, frozen=True, tag=True):
@@ -183,13 +185,15 @@ class SavePart(Struct, frozen=True, tag=True):
     """Write this rank's part of a checkpoint into the directory, while other orders are carried out."""
 
     directory: str
+    num_updates: int
+    """Optimizer steps that must be in it; nothing is written if there are others."""
 
 
 class PartSaved(Struct, frozen=True, tag=True):
     """Out of turn. `problem` instead of a part if it could not be written."""
 
     num_updates: int
-    """Optimizer steps that are in it."""
+    """Optimizer steps so far."""
     part: Part | None
     problem: str | None = None
 
@@ -199,7 +203,7 @@ class Export(Struct, frozen=True, tag=True):
 
 
 class Exported(Struct, frozen=True, tag=True):
-    directory: str
+    problem: str | None
 
 
 class Limits(Struct, frozen=True, kw_only=True):

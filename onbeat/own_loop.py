@@ -132,7 +132,7 @@ def _serving(config: Config, run_dir: Path) -> Iterator[OwnLoop]:
         loop = asyncio.get_running_loop()
         trace = Trace(run_dir / "trace.json", zero_s=loop.time())
         try:
-            async with open_session(config, run_dir, trace.span, warnings.warn) as session:
+            async with open_session(config, run_dir, trace.span, print, warnings.warn) as session:
                 opened.set_result(OwnLoop(session, loop, stop))
                 await stop.wait()
         except BaseException as error:

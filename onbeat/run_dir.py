@@ -14,13 +14,16 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onbeat.checkpoint import Checkpoint, CheckpointStore
+import xxhash
+
+from onbeat.checkpoint import Checkpoint, CheckpointStore, Manifest
 from onbeat.config import Config
 from onbeat.errors import CheckpointError, ConfigError
 from onbeat.recipe import load, to_toml
@@ -40,7 +43,6 @@ _MAY_CHANGE = (
     "generator.max_sequences",
     "generator.cache_gib",
     "reward.workers",
-    "reward.timeout_s",
     "reward.accuracy_threshold",
     "schedule.mode",
     "schedule.periods",
@@ -80,13 +82,23 @@ def open_run_dir(config: Config, *, resume: bool, say: Say, warn: Say) -> Iterat
             checkpoint = _resumed(path, config, say, warn) if resume else None
             if not resume:
                 _refuse_a_run(path)
-            (path / "config.toml").write_text(to_toml(config))
+            _replace(path / "config.toml", to_toml(config))
             (path / ROLLOUTS).mkdir(exist_ok=True)
         except OSError as error:
             if error.errno in _FULL:
                 raise
             raise ConfigError(f"run.dir = {str(path)!r} cannot be written: {error.strerror}") from None
         yield RunDir(path, checkpoint)
+
+
+def _replace(file: Path, text: str) -> None:
+    """All of the new text, or the old one."""
+    beside = file.with_name(f".{file.name}")
+    with beside.open("w") as written:
+        written.write(text)
+        written.flush()
+        os.fsync(written.fileno())
+    beside.rename(file)
 
 
 @contextmanager
@@ -110,7 +122,7 @@ def _locked(path: Path) -> Iterator[None]:
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(descriptor)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip() or "another"
             raise ConfigError(
@@ -122,6 +134,35 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _flock(descriptor: int) -> None:
+    """Somebody who only looks (`held_by`) has it for a moment, and is waited for."""
+    for _ in range(10):
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def held_by(path: Path) -> str | None:
+    """The process of the run that is going on there, if there is one. Anybody who may read may ask."""
+    with suppress(FileNotFoundError), (path / ".lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip()
+    return None
+
+
+def check_is_run(path: Path) -> None:
+    try:
+        found = (path / "config.toml").is_file()
+    except PermissionError as error:
+        raise ConfigError(f"{str(path)!r} cannot be looked into: {error.strerror}") from None
+    if not found:
+        raise ConfigError(f"{str(path)!r} is not the directory of a run: it has no config.toml")
 
 
 def _refuse_a_run(path: Path) -> None:
@@ -140,8 +181,15 @@ def _resumed(path: Path, config: Config, say: Say, warn: Say) -> Checkpoint | No
     refuse_changes(changed, config)
     for key, (before, now) in changed.items():
         say(f"resuming with {key} = {now!r} (was {before!r})")
-    checkpoint = CheckpointStore(path / "checkpoints", config.checkpoint.keep).newest(warn)
+    store = CheckpointStore(path / "checkpoints", config.checkpoint.keep)
+    checkpoint = store.newest(warn, fits=lambda manifest: check_grown(path, manifest))
     version = checkpoint.manifest.version if checkpoint is not None else 0
+    if version > config.schedule.periods:
+        raise ConfigError(
+            f"--resume: {version} periods are done, and schedule.periods = {config.schedule.periods}; raise it, or "
+            "begin another run with --run.dir"
+        )
+    store.set_aside(after=version)
     cut_back(path, version, checkpoint.manifest.lengths if checkpoint is not None else {})
     if checkpoint is None:
         say("there is no checkpoint yet: the run begins anew")
@@ -150,13 +198,37 @@ def _resumed(path: Path, config: Config, say: Say, warn: Say) -> Checkpoint | No
     return checkpoint
 
 
+def check_grown(path: Path, manifest: Manifest) -> None:
+    """What the run appended to must hold at least what it held then, and the same."""
+    for name, length in manifest.lengths.items():
+        found = prefix_digest(path / name, length)
+        if found != manifest.digests.get(name, found):
+            raise CheckpointError(
+                f"{path / name} is not what it was when version {manifest.version} was saved: its first {length:,} "
+                "bytes are others, or fewer"
+            )
+
+
+def prefix_digest(file: Path, length: int) -> str:
+    """Of the first bytes; of all there are, if there are fewer."""
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        return f"{min(length, os.fstat(opened.fileno()).st_size)}:{xxhash.xxh3_128_hexdigest(opened.read(length))}"
+    return "0:"
+
+
+def seal(path: Path, lengths: Mapping[str, int]) -> dict[str, str]:
+    """Bring what has been appended to the disk; its digests, up to these lengths."""
+    for name in lengths:
+        with (path / name).open("rb") as opened:
+            os.fsync(opened.fileno())
+    return {name: prefix_digest(path / name, length) for name, length in lengths.items()}
+
+
 def cut_back(path: Path, version: int, lengths: Mapping[str, int]) -> None:
     """Forget what was written after the boundary."""
     for name in GROWING:
         file, length = path / name, lengths.get(name, 0)
         size = file.stat().st_size if file.exists() else 0
-        if size < length:
-            raise CheckpointError(f"{file} has {size:,} bytes, and had {length:,} when version {version} was saved")
         if size > length:
             os.truncate(file, length)
         if length == 0:
@@ -165,8 +237,8 @@ def cut_back(path: Path, version: int, lengths: Mapping[str, int]) -> None:
         if int(file.stem.removeprefix("period-")) >= version:
             file.unlink()
     if (trace := path / "trace.json").exists():
-        trace.rename(path / f"trace-until-{version:06d}.json")
-    shutil.rmtree(path / "model", ignore_errors=True)  # of the weights before the cut
+        kept = sum(1 for _ in path.glob("trace-until-*.json"))
+        trace.rename(path / f"trace-until-{version:06d}{f'-{kept}' if kept else ''}.json")
 
 
 def differences(before: Config, now: Config) -> dict[str, tuple[Any, Any]]:

@@ -25,7 +25,11 @@ from onbeat.protocols import Tracer, no_trace
 class SavesParts(Protocol):
     """A trainer, as the saver sees it."""
 
-    async def save_part(self, directory: str) -> PartSaved: ...
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps it was asked for since it started."""
+
+    async def save_part(self, directory: str, num_updates: int) -> PartSaved: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +50,33 @@ class Saver:
         last_version: int,
         updates_per_period: int,
         config: dict[str, Any],
+        inputs: dict[str, str] | None = None,
         mark: Callable[[], Mark],
+        seal: Callable[[dict[str, int]], dict[str, str]] = lambda lengths: {},
         warn: Callable[[str], None],
+        ends: Callable[[], bool] = lambda: False,
         trace: Tracer = no_trace,
         resumed: int | None = None,
     ) -> None:
-        """`resumed`: the version the run goes on from, which is on the disk already."""
+        """`seal` brings the marked files to the disk and digests them; `ends` tells whether the run should end at the
+        next boundary; `resumed` is the version the run goes on from, which is on the disk already."""
         self._store = store
         self._trainer = trainer
         self._every = every
         self._last_version = last_version
         self._updates_per_period = updates_per_period
         self._config = config
+        self._inputs = inputs or {}
         self._mark = mark
+        self._seal = seal
         self._warn = warn
+        self._ends = ends
         self._trace = trace
+        self._steps_then = 0
+        self.saving: int | None = None
+        """The version that is being written."""
+        self.holds_up: int | None = None
+        """The version that is being written while nothing else goes on."""
         self._boundary: tuple[int, Mark] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: CheckpointError | None = None
@@ -68,16 +84,32 @@ class Saver:
 
     async def boundary(self, version: int) -> None:
         """Nothing is in flight. Returns when the weights of this version are being saved, or need not be."""
-        self._boundary = version, self._mark()
+        self._boundary, self._steps_then = (version, self._mark()), self._trainer.num_steps
+        if self._ends():
+            raise asyncio.CancelledError
         is_due = version == self._last_version or (self._every > 0 and version > 0 and version % self._every == 0)
         if is_due and version != self._saved:
             await self.finish()
-            self._task = asyncio.create_task(self._save(*self._boundary))
+            self._begin_saving(*self._boundary)
+
+    def _begin_saving(self, version: int, mark: Mark) -> None:
+        self.saving = version
+        self._task = asyncio.create_task(self._save(version, mark))
+
+    def why_not_now(self) -> str | None:
+        """Why an interrupted run had better go on to its next boundary."""
+        if self._trainer.num_steps == self._steps_then:
+            return None
+        return "interrupted: the period has moved the weights and is finished first, then saved; once more ends it now"
 
     async def finish(self) -> None:
-        """Until nothing is being saved."""
+        """Until nothing is being saved. Who is interrupted while waiting leaves the save to itself."""
         if self._task is not None:
-            await self._task
+            self.holds_up = self.saving
+            try:
+                await asyncio.shield(self._task)
+            finally:
+                self.holds_up = None
             self._task = None
 
     async def end(self) -> None:
@@ -91,26 +123,36 @@ class Saver:
         """Save the last boundary, if the weights are still those; the newest checkpoint, if there is one."""
         await self.finish()
         if self._boundary is not None and self._boundary[0] > 0 and self._boundary[0] != self._saved:
-            await self._save(*self._boundary)
+            self._begin_saving(*self._boundary)
+            await self.finish()
         versions = self._store.versions()
-        return self._store.directory / f"version-{versions[-1]:06d}" if versions else None
+        return self._store.path(versions[-1]) if versions else None
+
+    def _sealed(self, lengths: dict[str, int]) -> dict[str, str]:
+        try:
+            return self._seal(lengths)
+        except OSError as error:
+            raise CheckpointError(f"cannot bring {error.filename} to the disk: {error.strerror}") from error
 
     async def _save(self, version: int, mark: Mark) -> None:
-        began_s = asyncio.get_running_loop().time()
+        began_s, num_updates = asyncio.get_running_loop().time(), version * self._updates_per_period
         self._failure = None
         try:
             directory = await asyncio.to_thread(self._store.begin, version)
-            saved = await self._trainer.save_part(str(directory))
+            saved = await self._trainer.save_part(str(directory), num_updates)
+            if saved.num_updates != num_updates:
+                return  # ended at once in the middle of a period: no boundary any more
             if saved.part is None:
                 raise CheckpointError(saved.problem or "the trainer could not save")
-            if saved.num_updates != version * self._updates_per_period:
-                return  # interrupted in the middle of the update: no boundary any more
+            digests = await asyncio.to_thread(self._sealed, mark.lengths)
             manifest = Manifest(
                 version=version,
                 num_updates=saved.num_updates,
                 cursor=mark.cursor,
                 parts=(saved.part,),
                 lengths=mark.lengths,
+                digests=digests,
+                inputs=self._inputs,
                 config=self._config,
             )
             await asyncio.to_thread(self._store.commit, manifest)
@@ -120,4 +162,6 @@ class Saver:
         except CheckpointError as error:
             self._failure = error
             self._warn(f"version {version} was not saved: {error}")
+        finally:
+            self.saving = None
         self._trace("checkpoint", f"version {version}", began_s, asyncio.get_running_loop().time())

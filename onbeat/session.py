@@ -17,6 +17,8 @@ from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config, DataConfig
 from onbeat.control import Answer
 from onbeat.errors import InputError
+from onbeat.inputs import inputs_of
+from onbeat.interrupt import in_thread
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.messages import WorkerSettings
@@ -40,9 +42,9 @@ class Session:
     launcher: Launcher
     model_dir: Path
     prompts: PromptCursor
+    inputs: dict[str, str]
+    """What the bits rest on (inputs.py)."""
     held_out: list[Prompt]
-    dropped: list[str]
-    """Ids of prompts, of both kinds, that were left out for their length."""
     pool: Pool
     scorer: RewardScorer
     loader: PeriodicLoader
@@ -106,7 +108,7 @@ def _has_avx2() -> bool:
 
 @asynccontextmanager
 async def open_session(
-    config: Config, run_dir: Path, trace: Tracer, warn: Callable[[str], None]
+    config: Config, run_dir: Path, trace: Tracer, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> AsyncIterator[Session]:
     """Start everything that generates and scores; end it, whatever happens inside."""
     async with AsyncExitStack() as stack:
@@ -115,10 +117,12 @@ async def open_session(
         )
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
-        rows = read_data(config.data, config.seed)  # before the model: its mistakes show soonest
+        # Before the model: mistakes in it show soonest. In a thread: the run can be asked and interrupted meanwhile.
+        rows = await in_thread(read_data, config.data)
         model_dir = await obtain_model(config.model.path, launcher)
         codec = Codec(model_dir)
-        prompts, held_out, dropped = rows.encode(codec, config.data.max_prompt_tokens)
+        prompts, held_out, dropped = await in_thread(encode, rows, codec, config)
+        tell_dropped(dropped, config.data.max_prompt_tokens, run_dir / "dropped.txt", warn)
         check_lengths(codec, prompts + held_out, config.sampling.max_new_tokens)
         sampling = sampling_of(config, codec)
         scorer = RewardScorer(
@@ -138,7 +142,7 @@ async def open_session(
         pool = Pool(trace, warn)
         channel = MemoryChannel(pool)
         stack.callback(channel.close)
-        crew = Crew(pool, start_generator, channel.bring, warn)
+        crew = Crew(pool, start_generator, channel.bring, say, warn)
         reception = Reception(pool, crew, lambda name: session.worker_settings(name), warn)
         stack.push_async_callback(reception.close)
         session = Session(
@@ -146,8 +150,8 @@ async def open_session(
             launcher=launcher,
             model_dir=model_dir,
             prompts=PromptCursor(prompts, seed=config.seed, shuffle=config.data.shuffle),
+            inputs=inputs_of(config, prompts, held_out, model_dir),
             held_out=held_out,
-            dropped=dropped,
             pool=pool,
             scorer=scorer,
             loader=PeriodicLoader(
@@ -170,23 +174,39 @@ async def open_session(
 class _Rows:
     train: list[Row]
     held_out: list[Row]
-
-    def encode(self, codec: Codec, max_prompt_tokens: int) -> tuple[list[Prompt], list[Prompt], list[str]]:
-        """Prompts to train on, held-out prompts, ids of those left out for their length."""
-        prompts, dropped = encode_rows(self.train, codec, max_prompt_tokens)
-        if not self.held_out:
-            return prompts, [], dropped
-        held_out, also_dropped = encode_rows(self.held_out, codec, max_prompt_tokens)
-        return prompts, held_out, dropped + also_dropped
+    """Of a source or a split of their own."""
 
 
-def read_data(data: DataConfig, seed: int) -> _Rows:
+def read_data(data: DataConfig) -> _Rows:
     rows = read_rows(data.path, columns=data.columns, split=data.split)
     if data.eval_path:
         return _Rows(rows, read_rows(data.eval_path, "data.eval_path", data.columns, data.eval_split or data.split))
+    if data.eval_split == data.split:
+        raise InputError(f"data.eval_split = {data.eval_split!r} is what is trained on (data.split); name another")
     if data.eval_split:
         return _Rows(rows, read_rows(data.path, columns=data.columns, split=data.eval_split))
-    return _Rows(*hold_out(rows, data.eval_rows, seed))
+    return _Rows(rows, [])
+
+
+def encode(rows: _Rows, codec: Codec, config: Config) -> tuple[list[Prompt], list[Prompt], list[str]]:
+    """Prompts to train on, held-out prompts, names of those that are left out for their length."""
+    limit = config.data.max_prompt_tokens
+    prompts, dropped = encode_rows(rows.train, codec, limit)
+    if not rows.held_out:
+        return *hold_out(prompts, config.data.eval_rows, config.seed), dropped
+    held_out, also_dropped = encode_rows(rows.held_out, codec, limit)
+    return prompts, held_out, dropped + [f"{name} of the held-out ones" for name in also_dropped]
+
+
+def tell_dropped(dropped: list[str], limit: int, file: Path, warn: Callable[[str], None]) -> None:
+    file.unlink(missing_ok=True)
+    if dropped:
+        file.write_text("".join(f"{name}\n" for name in dropped))
+        more = f" … (all of them in {file})" if len(dropped) > 8 else ""
+        warn(
+            f"{len(dropped)} prompts are left out, having no token or more than data.max_prompt_tokens = {limit}: "
+            f"{', '.join(dropped[:8])}{more}"
+        )
 
 
 def sampling_of(config: Config, codec: Codec) -> Sampling:

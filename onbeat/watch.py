@@ -12,6 +12,7 @@ from onbeat.config import Config
 from onbeat.observe.recorder import Recorder, read_records
 from onbeat.recipe import load
 from onbeat.run_dir import RunDir
+from onbeat.saver import Saver
 from onbeat.session import Session
 from onbeat.status import GroupStatus, Status, WorkerStatus
 from onbeat.training.client import TrainerClient
@@ -29,7 +30,8 @@ class Watch:
         self._began_s = time.monotonic()
         self.session: Session | None = None
         self.trainer: TrainerClient | None = None
-        """Both None until they have started."""
+        self.saver: Saver | None = None
+        """None until they have started."""
 
     def status(self) -> Status:
         recorder, num_periods = self._recorder, self._config.schedule.periods
@@ -83,6 +85,8 @@ class Watch:
                 "starting": "the workers to start",
                 "ending": "the model and the last checkpoint to be written",
             }.get(self._recorder.phase, f"version {self._recorder.version} to be loaded by every generator")
+        if self.saver is not None and self.saver.holds_up is not None:
+            return f"version {self.saver.holds_up} to be written to the disk"
         if self.trainer is not None and self.trainer.doing != "waiting":
             return f"trainer-0: {self.trainer.doing}"
         in_order = [group for group in groups if group.stream == "train"] or groups

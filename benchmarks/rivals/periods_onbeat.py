@@ -132,7 +132,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     def trace(lane: str, name: str, began_s: float, ended_s: float) -> None:
         spans.append((lane, began_s, ended_s))
 
-    opened = open_session(config, Path(folder), trace, print)
+    opened = open_session(config, Path(folder), trace, print, print)
     workers = loop.run_until_complete(start())
 
     def close() -> None:

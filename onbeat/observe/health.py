@@ -61,6 +61,6 @@ class Health:
             if self._skipped == MAX_SKIPPED_IN_A_ROW:
                 raise NumbersError(
                     f"{period}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had to be skipped: the weights are "
-                    "still finite, what they compute is not; lower trainer.learning_rate and begin again, or --resume "
-                    "from the last checkpoint with other data"
+                    "still finite, what they compute is not; begin another run with a lower trainer.learning_rate, "
+                    "from the model before, or from the last good weights of this run (`onbeat export`)"
                 )

@@ -30,9 +30,9 @@ def overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
 
 
 def of_lane(spans: Iterable[Span], kind: str, since_s: float, until_s: float) -> list[Interval]:
-    """What lanes of that kind (`generator` means generator-0, generator-1 …) did within a stretch of time."""
+    """What a lane, or lanes of that kind (`generator`: generator-0, generator-1 …), did within a stretch of time."""
     return [
         (max(began_s, since_s), min(ended_s, until_s))
         for lane, began_s, ended_s in spans
-        if lane.startswith(kind) and ended_s > since_s and began_s < until_s
+        if (lane == kind or lane.startswith(f"{kind}-")) and ended_s > since_s and began_s < until_s
     ]

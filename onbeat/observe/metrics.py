@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from onbeat.protocols import Evaluated, UpdateReport
-from onbeat.types import Group
+from onbeat.types import Group, Rollout
 
 Record = dict[str, Any]
 
@@ -22,8 +22,13 @@ def mean(values: Iterable[float]) -> float | None:
 
 def accuracy(groups: Iterable[Group], threshold: float) -> float | None:
     """Share of scorable completions whose main (first) reward reaches the threshold."""
-    main = [r.rewards[0] for group in groups for r in group.rollouts if r.scorable and r.rewards[0] is not None]
-    return mean(float(reward >= threshold) for reward in main)
+    scorable = [rollout for group in groups for rollout in group.rollouts if rollout.scorable]
+    return mean(float(_right(rollout, threshold)) for rollout in scorable if rollout.rewards[0] is not None)
+
+
+def _right(rollout: Rollout, threshold: float) -> bool:
+    main = rollout.rewards[0]
+    return rollout.scorable and main is not None and main >= threshold
 
 
 def group_metrics(groups: Sequence[Group], threshold: float) -> Record:
@@ -44,13 +49,19 @@ def group_metrics(groups: Sequence[Group], threshold: float) -> Record:
 
 def evaluation_metrics(evaluated: Evaluated, threshold: float) -> Record:
     """Greedy accuracy; and of k sampled completions per prompt: the share that is right, and of prompts with a right
-    one."""
-    record: Record = {"accuracy": accuracy(evaluated.greedy, threshold), "num_prompts": len(evaluated.greedy)}
+    one. What cannot be scored is not right here: a model must not seem better for it."""
+    greedy = [rollout for group in evaluated.greedy for rollout in group.rollouts]
+    record: Record = {
+        "accuracy": mean(float(_right(rollout, threshold)) for rollout in greedy),
+        "num_prompts": len(evaluated.greedy),
+        "unscorable_share": mean(float(not rollout.scorable) for rollout in greedy),
+        "truncated_share": mean(float(rollout.completion.finish_reason == "length") for rollout in greedy),
+    }
     if evaluated.sampled:
         size = len(evaluated.sampled[0].rollouts)
-        solved = [accuracy([group], threshold) for group in evaluated.sampled]
-        record["pass@1"] = mean(share for share in solved if share is not None)
-        record[f"pass@{size}"] = mean(float(share > 0) for share in solved if share is not None)
+        solved = [[_right(rollout, threshold) for rollout in group.rollouts] for group in evaluated.sampled]
+        record["pass@1"] = mean(float(right) for group in solved for right in group)
+        record[f"pass@{size}"] = mean(float(any(group)) for group in solved)
     return record
 
 

@@ -162,10 +162,8 @@ class Recorder:
         found = [record["accuracy"] for record in self.evaluations if record["version"] == version]
         return found[-1] if found else None
 
-    def best_version(self) -> int | None:
-        """The one that evaluated best, the earliest of several."""
-        known = [record for record in self.evaluations if record["accuracy"] is not None]
-        return max(known, key=lambda record: record["accuracy"])["version"] if known else None
+    def best_of(self, versions: Sequence[int]) -> int | None:
+        return best_version(self.evaluations, versions)
 
     def environment(self, *, exact: bool, why_not_exact: str | None, **facts: Any) -> None:
         """Write environment.json, and say whether the run is exact."""
@@ -215,9 +213,16 @@ def rollout_record(group: Group, rollout: Rollout) -> Record:
     }
 
 
+def best_version(evaluations: Sequence[Record], versions: Sequence[int]) -> int | None:
+    """The one of these that evaluated best, the earliest of several."""
+    known = [record for record in evaluations if record["accuracy"] is not None and record["version"] in versions]
+    return max(known, key=lambda record: record["accuracy"])["version"] if known else None
+
+
 def read_records(path: Path) -> list[Record]:
-    """What a resumed run has written before."""
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    """What a run has written before; a last line that is torn, by a kill or a full disk, is none."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [msgspec.json.decode(line) for line in lines if line.endswith(b"\n")]
 
 
 def _append(file: IO[bytes], record: Record) -> None:

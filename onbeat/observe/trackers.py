@@ -6,6 +6,7 @@ and its own figures, never the run.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +48,12 @@ class WandbLike:
 
     def __init__(self, module: str, **settings: Any) -> None:
         self._module = _module(module, module)
-        self._module.init(**settings)
+        try:
+            self._module.init(**settings)
+        except Exception as error:
+            raise ConfigError(
+                f"track.{module} is set, but it cannot be started: {error}; log in, or take the key out"
+            ) from error
 
     def log(self, numbers: Numbers, step: int) -> None:
         self._module.log(dict(numbers), step=step)
@@ -74,7 +80,13 @@ def open_trackers(config: Config, run_dir: Path, warn: Callable[[str], None]) ->
     if track.wandb:
         trackers.append(
             WandbLike(
-                "wandb", project=track.wandb, name=run_dir.name, config=settings, dir=str(run_dir), resume="allow"
+                "wandb",
+                project=track.wandb,
+                name=run_dir.name,
+                config=settings,
+                dir=str(run_dir),
+                resume="allow",
+                id=hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16],
             )
         )
     if track.trackio:

@@ -28,35 +28,41 @@ from typing import Any, TextIO
 from onbeat.errors import InputError
 from onbeat.functions import load_function
 
-Row = dict[str, Any]
+
+class Row(dict[str, Any]):
+    """The columns of a row, and where it comes from."""
+
+    place = ""
 
 
 def read_rows(
     source: str, key: str = "data.path", columns: Mapping[str, str] | None = None, split: str = "train"
 ) -> list[Row]:
     """Every row of the source that the recipe's `key` names, its columns named by `columns`, checked."""
-    found = _raw_rows(source, key, split)
-    rows = [_checked(row, f"{source}, row {number}", columns or {}) for number, row in enumerate(found, 1)]
+    rows = [
+        _checked(row, f"{place}, row {number}", columns or {})
+        for place, found in _sources(source, key, split)
+        for number, row in enumerate(found, 1)
+    ]
     if not rows:
         raise InputError(f"{source} has no rows")
     return rows
 
 
-def _raw_rows(source: str, key: str, split: str) -> Iterator[Any]:
+def _sources(source: str, key: str, split: str) -> Iterator[tuple[str, Iterator[Any]]]:
+    """Each place that rows come from, and its rows."""
     path = Path(source)
     name, _, configuration = source.partition(":")
     if path.is_dir():
         yield from _directory(path, key, split)
     elif path.suffix in _READERS:
-        yield from _READERS[path.suffix](path)
+        _refuse_split(source, split)
+        yield source, _READERS[path.suffix](path)
     elif ":" in source and not _HUB_NAME.fullmatch(name):
-        function = load_function(source, key)
-        try:
-            yield from function()
-        except Exception as error:
-            raise InputError(f"{source} failed: {type(error).__name__}: {error}") from error
+        _refuse_split(source, split)
+        yield source, _yielded(source, key)
     elif _HUB_NAME.fullmatch(name):
-        yield from _hub(name, configuration, split, key)
+        yield source, _hub(name, configuration, split, key)
     else:
         raise InputError(
             f"{key} = {source!r} is neither a {', '.join(_READERS)} file, nor a directory, nor file.py:function, nor "
@@ -64,19 +70,47 @@ def _raw_rows(source: str, key: str, split: str) -> Iterator[Any]:
         )
 
 
+def _yielded(source: str, key: str) -> Iterator[Any]:
+    function = load_function(source, key)
+    try:
+        yield from function()
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{source} failed: {type(error).__name__}: {error}") from error
+
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/(?!.*\.py$)[\w.-]+")
 
 
-def _directory(path: Path, key: str, split: str) -> Iterator[Any]:
+def _refuse_split(source: str, split: str) -> None:
+    if split != "train":
+        raise InputError(f"{source} has no splits, and cannot be asked for {split!r} (data.split, data.eval_split)")
+
+
+def _directory(path: Path, key: str, split: str) -> Iterator[tuple[str, Iterator[Any]]]:
     if (path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists():
-        saved = _imported("datasets", key).load_from_disk(str(path))
-        yield from _split(saved, split, str(path)) if (path / "dataset_dict.json").exists() else saved
+        yield str(path), _saved(path, split, key)
         return
+    _refuse_split(str(path), split)
     files = sorted(file for file in path.iterdir() if file.suffix in _READERS)
     if not files:
         raise InputError(f"{key} = {str(path)!r} has no {', '.join(_READERS)} file, and is no dataset saved to disk")
     for file in files:
-        yield from _READERS[file.suffix](file)
+        yield str(file), _READERS[file.suffix](file)
+
+
+def _saved(path: Path, split: str, key: str) -> Iterator[Any]:
+    datasets = _imported("datasets", key)
+    try:
+        saved = datasets.load_from_disk(str(path))
+        if (path / "dataset_dict.json").exists():
+            saved = _split(saved, split, str(path))
+        else:
+            _refuse_split(str(path), split)
+        yield from saved
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise InputError(
+            f"{path} cannot be read as a dataset saved to disk: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _hub(name: str, configuration: str, split: str, key: str) -> Iterator[Any]:
@@ -124,7 +158,7 @@ def _jsonl(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InputError(f"{path}, line {number} is not JSON: {error}") from None
 
 
@@ -134,7 +168,7 @@ def _json(path: Path) -> Iterator[Any]:
             content = json.load(file)
         except UnicodeDecodeError:
             raise
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, list):
         raise InputError(f"{path} holds one {type(content).__name__}, not a list of rows")
@@ -175,17 +209,33 @@ def _reading(path: Path) -> Iterator[TextIO]:
 def _checked(found: Any, place: str, columns: Mapping[str, str]) -> Row:
     if not isinstance(found, dict):
         raise InputError(f"{place} is a {type(found).__name__}, not an object with a 'prompt'")
-    row: Row = found | {name: _at(found, path, place) for name, path in columns.items()}
+    row = Row(found | {name: _at(found, path, place) for name, path in columns.items()})
+    row.place = place
     if "prompt" not in row:
         raise InputError(f"{place} has no 'prompt'; its columns are {sorted(map(str, row))}")
     prompt = row["prompt"]
-    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt) and prompt
-    if not (is_chat or (isinstance(prompt, str) and prompt)):
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        for number, message in enumerate(prompt, 1):
+            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list):
+                raise InputError(
+                    f"{place}: message {number} of its 'prompt' needs a 'role' and a 'content', and is "
+                    f"{str(message)[:60]!r}"
+                )
+    elif not isinstance(prompt, str) or not prompt:
         raise InputError(f"{place}: 'prompt' must be text or chat messages, not {str(prompt)[:60]!r}")
+    _refuse_half_characters(prompt, place)
     return row
 
 
-def _at(row: Row, path: str, place: str) -> Any:
+def _refuse_half_characters(prompt: Any, place: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no text."""
+    try:
+        json.dumps(prompt, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{place}: its 'prompt' holds half of a surrogate pair, which is no character") from None
+
+
+def _at(row: Mapping[str, Any], path: str, place: str) -> Any:
     """The column of that name; or, dot by dot, what lies inside one."""
     if path in row:
         return row[path]

@@ -6,6 +6,7 @@ The order is a function of (rows, seed): which rows period t gets does not depen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from onbeat.errors import InputError
 from onbeat.keyed import shuffled
@@ -13,19 +14,23 @@ from onbeat.prompts.codec import Codec
 from onbeat.prompts.rows import Row
 from onbeat.types import Prompt
 
+T = TypeVar("T")
 _HELD_OUT_EPOCH = 2**32 - 1
 """No run gets so far: a shuffle of its own."""
 
 
 def encode_rows(rows: Sequence[Row], codec: Codec, max_prompt_tokens: int) -> tuple[list[Prompt], list[str]]:
-    """The rows as prompts, and the ids of those that were too long and left out."""
+    """The rows as prompts, and the names of those that were too long and left out."""
     prompts, dropped = [], []
     for number, row in enumerate(rows, 1):
         columns = {name: value for name, value in row.items() if name != "prompt"}
         prompt_id = str(row.get("id", number))
-        token_ids = codec.encode(row["prompt"])
+        try:
+            token_ids = codec.encode(row["prompt"])
+        except InputError as error:
+            raise InputError(f"{row.place}: {error}") from None
         if not 0 < len(token_ids) <= max_prompt_tokens:
-            dropped.append(prompt_id)
+            dropped.append(prompt_id if "id" in row else row.place)
         else:
             prompts.append(Prompt(prompt_id=prompt_id, token_ids=token_ids, source=row["prompt"], columns=columns))
     if not prompts:
@@ -33,10 +38,10 @@ def encode_rows(rows: Sequence[Row], codec: Codec, max_prompt_tokens: int) -> tu
     return prompts, dropped
 
 
-def hold_out(rows: Sequence[Row], num_rows: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """The rows to train on, in their order, and `num_rows` others to evaluate on, chosen by the seed alone."""
+def hold_out(rows: Sequence[T], num_rows: int, seed: int) -> tuple[list[T], list[T]]:
+    """What to train on, in its order, and `num_rows` others to evaluate on, chosen by the seed alone."""
     if num_rows >= len(rows):
-        raise InputError(f"data.eval_rows = {num_rows} would leave nothing to train on: there are {len(rows)} rows")
+        raise InputError(f"data.eval_rows = {num_rows} would leave nothing to train on: there are {len(rows)} prompts")
     chosen = set(shuffled(len(rows), seed=seed, epoch=_HELD_OUT_EPOCH)[:num_rows])
     train = [row for number, row in enumerate(rows) if number not in chosen]
     return train, [rows[number] for number in sorted(chosen)]

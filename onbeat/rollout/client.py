@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from onbeat.errors import UnverifiedWeightsError, WorkerError
+from onbeat.errors import NumbersError, UnverifiedWeightsError, WorkerError
 from onbeat.handshake import first_word
 from onbeat.messages import (
     Activate,
@@ -179,6 +179,12 @@ class EmbeddedGenerator:
                         events.leaving(self.name)
                     case Staged(version=version) | Activated(version=version):
                         self._answered(message, version)
+                    case Failed(reason=reason, diverged=True):
+                        raise NumbersError(
+                            f"{reason}: training has diverged; begin another run with a lower trainer.learning_rate or "
+                            "trainer.max_grad_norm, from the model before, or from good weights of this run "
+                            "(`onbeat export`)"
+                        )
                     case Failed(reason=reason):
                         raise WorkerError(f"{self.name}: {reason}")
                     case GeneratorReady():

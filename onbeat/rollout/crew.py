@@ -35,13 +35,21 @@ Bring = Callable[[Generator], Awaitable[None]]
 
 class Crew:
     def __init__(
-        self, pool: Pool, start: Start, bring: Bring, say: Callable[[str], None], max_deaths: int = MAX_DEATHS
+        self,
+        pool: Pool,
+        start: Start,
+        bring: Bring,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+        max_deaths: int = MAX_DEATHS,
     ) -> None:
-        """`start` makes a generator process by name; `bring` gives a joiner the current weights."""
+        """`start` makes a generator process by name; `bring` gives a joiner the current weights. `say` hears who has
+        joined, `warn` who could not."""
         self._pool = pool
         self._start = start
         self._bring = bring
         self._say = say
+        self._warn = warn
         self._max_deaths = max_deaths
         self._numbers = itertools.count()
         self._wanted = 0
@@ -133,7 +141,7 @@ class Crew:
             generator = await self._start(name)
         except WorkerError as error:
             self._num_starting -= 1
-            self._say(str(error))
+            self._warn(str(error))
             self._died(error)
             return
         self._ours.append(name)
@@ -172,6 +180,6 @@ class Crew:
         if self._deaths <= self._max_deaths:
             self._adjust()
         elif self._pool.size() or self._num_starting:
-            self._say(f"{self._deaths} generators died one after another; going on with {self._pool.size()}")
+            self._warn(f"{self._deaths} generators died one after another; going on with {self._pool.size()}")
         else:
             self._pool.fail(NoGeneratorsError(f"{self._deaths} generators died one after another; the last: {error}"))

@@ -35,7 +35,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from onbeat.admission import MIN_ROWS
-from onbeat.errors import InputError, NoGeneratorsError, StaleRolloutError, UnverifiedWeightsError, WorkerError
+from onbeat.errors import (
+    InputError,
+    NoGeneratorsError,
+    NumbersError,
+    StaleRolloutError,
+    UnverifiedWeightsError,
+    WorkerError,
+)
 from onbeat.patience import Patience
 from onbeat.protocols import Generator, Tracer, no_trace
 from onbeat.status import GroupStatus, WorkerStatus
@@ -249,9 +256,12 @@ class Pool:
             member.silent_s = 0.0
 
     def lost(self, worker: str, error: Exception) -> None:
-        """The generator is gone: what it owes is sent to others."""
+        """The generator is gone: what it owes is sent to others. (Not if what it computed is the same everywhere.)"""
         member = self._members.pop(worker, None)
         if member is None:
+            return
+        if isinstance(error, NumbersError):
+            self.fail(error)
             return
         self.counts.lost_workers += 1
         self.last_loss = error

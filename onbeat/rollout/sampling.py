@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from onbeat.errors import NumbersError
+
 _BLOCK = 256
 
 
@@ -17,17 +19,20 @@ def sample(logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor
     """Tokens and their log-probabilities, by inverting each row's cumulative distribution at its draw.
 
     logits [N, V]; temperatures, draws [N], draws in [0, 1). A temperature of 0 takes the most likely token and
-    reports its log-probability at temperature 1.
+    reports its log-probability at temperature 1. Raises NumbersError if there is nothing to draw from.
     """
     greedy = temperatures == 0
     if not bool((temperatures == 1).all()):
         logits = logits / torch.where(greedy, 1.0, temperatures)[:, None]
+    most = logits.amax(dim=-1)
+    if not bool(most.isfinite().all()):
+        raise NumbersError("logits are not finite")
     probabilities = torch.softmax(logits, dim=-1, dtype=torch.float32)
     tokens = _invert(probabilities, draws)
     if bool(greedy.any()):
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
     # By the most likely token: the logarithm of a probability near float32's smallest would be far off.
-    log_total = logits.amax(dim=-1) - probabilities.amax(dim=-1).log()
+    log_total = most - probabilities.amax(dim=-1).log()
     return tokens, logits.gather(1, tokens[:, None])[:, 0] - log_total
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from onbeat.config import Config
 from onbeat.cores import Threads, generator_threads
 from onbeat.device import load_model, prepare_process
-from onbeat.errors import InputError
+from onbeat.errors import InputError, NumbersError
 from onbeat.functions import raised
 from onbeat.messages import (
     Activate,
@@ -84,6 +84,10 @@ class GeneratorWorker:
         self._arriving: Arriving | None = None
         self._row_variance: str | None = None
         self._probed = False
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
 
     def run(self) -> None:
         while True:
@@ -225,6 +229,10 @@ def main(
         started(worker)
         channel.send(GeneratorReady(worker.room, fingerprint()))
         worker.run()
+    except NumbersError:
+        with suppress(OSError):
+            channel.send(Failed(f"version {worker.version}: the model's logits are not finite", diverged=True))
+        raise
     except Exception as error:
         with suppress(OSError):  # the run may be gone
             channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from onbeat.errors import WorkerError
+from onbeat.errors import CheckpointError, WorkerError
 from onbeat.handshake import first_word
 from onbeat.messages import (
     Accumulate,
@@ -83,6 +83,8 @@ class TrainerClient:
         self._pending: deque[asyncio.Future[Answer]] = deque()
         self._orders: deque[str] = deque()
         """What each of them was."""
+        self.num_steps = 0
+        """Optimizer steps it was asked for."""
         self._window = asyncio.Semaphore(WINDOW)
         self._saving: asyncio.Future[PartSaved] | None = None
         self._failure: Exception | None = None
@@ -126,6 +128,7 @@ class TrainerClient:
             self._trace(self._child.name, f"micro-batch {done.index}", done.began_s, done.ended_s)
 
     async def step(self, totals: UpdateTotals) -> UpdateReport:
+        self.num_steps += 1
         stepped = await self._ask(Step(totals), Stepped)
         self._trace(self._child.name, "optimizer step", stepped.began_s, stepped.ended_s)
         return stepped.report
@@ -135,20 +138,22 @@ class TrainerClient:
         handle = self._child.connection.take_fd()
         return Snapshot(version=taken.version, digest=taken.digest, num_bytes=taken.num_bytes, handle=handle)
 
-    async def save_part(self, directory: str) -> PartSaved:
-        """Write the trainer's part of a checkpoint of the weights as they are now; other calls need not wait."""
+    async def save_part(self, directory: str, num_updates: int) -> PartSaved:
+        """Write the trainer's part of a checkpoint, if its weights are those after so many updates. Other calls need
+        not wait for it."""
         assert self._saving is None, "one part at a time"
         if self._failure is not None:
             raise self._failure
         self._saving = asyncio.get_running_loop().create_future()
         try:
-            self._child.connection.send(SavePart(directory))
+            self._child.connection.send(SavePart(directory, num_updates))
             return await self._saving
         finally:
             self._saving = None
 
     async def export(self, directory: str) -> None:
-        await self._ask(Export(directory), Exported)
+        if (problem := (await self._ask(Export(directory), Exported)).problem) is not None:
+            raise CheckpointError(problem)
 
     def close(self) -> None:
         """The run is over: what becomes of the process is no news any more."""

@@ -45,13 +45,25 @@ def _as_bytes(tensor: torch.Tensor) -> Tensor:
     return Tensor(_DTYPES[tensor.dtype], tuple(tensor.shape), memoryview(flat.numpy().data))
 
 
-@torch.no_grad()
 def load_rank_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> int:
     """Put the state back; returns the number of updates. The model must be the one it was taken from."""
+    load_weights(model, path)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
+        for name, parameter in model.named_parameters():
+            keys = ("exp_avg", "exp_avg_sq", "step")
+            kept = {key: file.get_tensor(full).clone() for key in keys if (full := f"optimizer.{key}.{name}") in names}
+            if kept:
+                optimizer.state[parameter] = kept
+        return int(file.get_tensor("num_updates"))
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """The weights alone."""
+    with safe_open(path, framework="pt") as file:
         parameters = dict(model.named_parameters())
-        if {f"model.{name}" for name in parameters} != {name for name in names if name.startswith("model.")}:
+        if {f"model.{name}" for name in parameters} != {name for name in file.keys() if name.startswith("model.")}:  # noqa: SIM118
             raise CheckpointError(f"{path} holds another model than {type(model).__name__} of this recipe")
         for name, parameter in parameters.items():
             saved = file.get_tensor(f"model.{name}")
@@ -59,8 +71,3 @@ def load_rank_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pa
                 raise CheckpointError(f"{path}: {name} is {saved.dtype} {tuple(saved.shape)}, "
                                       f"in the model {parameter.dtype} {tuple(parameter.shape)}")  # fmt: skip
             parameter.copy_(saved)
-            keys = ("exp_avg", "exp_avg_sq", "step")
-            kept = {key: file.get_tensor(full).clone() for key in keys if (full := f"optimizer.{key}.{name}") in names}
-            if kept:
-                optimizer.state[parameter] = kept
-        return int(file.get_tensor("num_updates"))

@@ -95,7 +95,7 @@ class GrpoTrainer:
         sums.clipped += token_loss.clipped_T.sum().item()
         sums.entropy += logprobs.entropy_T.sum().item()
         sums.gap += gap_T.sum().item()
-        sums.gap_max = max(sums.gap_max, gap_T.max().item())
+        sums.gap_max = max(gap_T.max().item(), sums.gap_max)  # in this order a NaN stays one
         sums.num_tokens += len(gap_T)
         if token_loss.kl_T is not None:
             sums.kl = (sums.kl or 0.0) + token_loss.kl_T.sum().item()

@@ -10,7 +10,6 @@ no copy of it is made. One part is written at a time. The socket is locked per m
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 import time
@@ -39,6 +38,7 @@ from onbeat.messages import (
     TrainerReady,
     WorkerSettings,
 )
+from onbeat.training.export import write_model
 from onbeat.training.trainer import GrpoTrainer, model_snapshot
 from onbeat.wire import Channel
 
@@ -69,20 +69,29 @@ class TrainerWorker:
                 fd, num_bytes, digest = self._trainer.snapshot()
                 self._send(SnapshotTaken(version, digest, num_bytes), [fd])
                 os.close(fd)
+            case SavePart(num_updates=wanted) if wanted != self._trainer.num_updates:
+                self._send(PartSaved(self._trainer.num_updates, None, "the weights have moved"))
             case SavePart(directory=directory):
                 self._finish_saving()
                 self._saving = threading.Thread(target=self._save, args=(Path(directory),), name="saving")
                 self._saving.start()
             case Export(directory=directory):
-                export(self._trainer, self._model_dir, Path(directory))
-                self._send(Exported(directory))
+                self._send(Exported(self._export(Path(directory))))
 
     def _save(self, directory: Path) -> None:
         try:
             part = write_part(directory, "rank-0.safetensors", self._trainer.state())
             self._send(PartSaved(self._trainer.num_updates, part))
+        except Exception as error:  # whatever it is, somebody waits for the answer
+            problem = str(error) if isinstance(error, CheckpointError) else raised(error)
+            self._send(PartSaved(self._trainer.num_updates, None, problem))
+
+    def _export(self, directory: Path) -> str | None:
+        try:
+            write_model(directory, self._model_dir, self._trainer.export)
         except CheckpointError as error:
-            self._send(PartSaved(self._trainer.num_updates, None, str(error)))
+            return str(error)
+        return None
 
     def _finish_saving(self) -> None:
         if self._saving is not None:
@@ -92,15 +101,6 @@ class TrainerWorker:
     def _send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
         with self._sending:
             self._channel.send(message, fds)
-
-
-def export(trainer: GrpoTrainer, model_dir: Path, directory: Path) -> None:
-    """Weights of the policy beside the tokenizer and templates of the model it started from."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in model_dir.iterdir():
-        if file.suffix in {".json", ".jinja", ".model", ".txt"} and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, directory / file.name)
-    trainer.export(directory)
 
 
 def main(sock: socket.socket, settings_bytes: bytes) -> None:

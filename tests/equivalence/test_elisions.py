@@ -5,6 +5,8 @@ One group per micro-batch: in a pack, leaving a group out changes the shapes of 
 
 from __future__ import annotations
 
+import math
+import os
 import random
 
 import msgspec
@@ -13,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
 from onbeat.training.trainer import GrpoTrainer
-from onbeat.types import MicroBatch, TrainGroup
+from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from tests.equivalence.test_gradients import random_group
 from tests.fakes.models import tiny_model
 
@@ -98,3 +101,26 @@ def test_with_a_kl_a_group_without_advantage_has_a_gradient(model_dir: str) -> N
         for parameter in trainer.model.parameters():
             parameter.mul_(1.05)
     assert any(gradient.any() for gradient in gradients(trainer, [nothing]))
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_leaves_weights_and_moments_as_they_are(
+    model_dir: str,
+) -> None:
+    trainer = make_trainer(model_dir)
+    good, bad = random_groups(0)[:2]
+    bad = msgspec.structs.replace(bad, advantages=tuple(float("nan") for _ in bad.advantages))
+    totals = UpdateTotals(num_groups=1, num_sequences=1, num_tokens=1)
+
+    def update(group: TrainGroup) -> UpdateReport:
+        os.close(trainer.snapshot()[0])  # opens a period
+        trainer.accumulate(MicroBatch(period=0, update=0, index=0, rank=0, groups=(group,)))
+        return trainer.step(totals)
+
+    assert update(good).stepped
+    before = {name: bytes(tensor.data) for name, tensor in trainer.state().items()}
+    report = update(bad)
+    assert (report.stepped, math.isfinite(report.grad_norm)) == (False, False)
+    after = {name: bytes(tensor.data) for name, tensor in trainer.state().items()}
+    assert after.pop("num_updates") != before.pop("num_updates")
+    assert after == before
+    assert update(good).stepped

@@ -16,6 +16,21 @@ _GRACE_S = 30.0
 """How long a process may take to be gone. Only a failing test waits for it."""
 
 
+def marked_processes(mark: str) -> dict[int, str]:
+    """Every living process with this NAME=VALUE in its environment: pid and name."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                marked = mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if marked and state != "Z":
+                    found[int(entry.name)] = (entry / "comm").read_text().strip()
+            except OSError:
+                continue
+    return found
+
+
 class RunProcess:
     def __init__(self, run_dir: Path, **overrides: Any) -> None:
         self.run_dir = run_dir
@@ -41,17 +56,7 @@ class RunProcess:
 
     def alive(self) -> dict[int, str]:
         """Every living process of the run: pid and name."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    marked = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if marked and state != "Z":
-                        found[int(entry.name)] = (entry / "comm").read_text().strip()
-                except OSError:
-                    continue
-        return found
+        return marked_processes(self._mark)
 
     def pid_of(self, name: str) -> int:
         return next(pid for pid, known in self.alive().items() if known == name)

@@ -144,7 +144,7 @@ def test_if_no_checkpoint_is_whole_each_is_named(tmp_path: Path) -> None:
 
 
 def test_the_newest_few_are_kept_and_the_best(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2, best=lambda: 1)
+    store = CheckpointStore(tmp_path, keep=2, best=lambda versions: 1)
     for version in range(1, 6):
         hidden = store.begin(version)
         part = write_part(hidden, "rank-0.safetensors", {})

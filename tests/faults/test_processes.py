@@ -62,10 +62,10 @@ def test_the_only_generator_is_replaced_when_it_dies_and_the_weights_are_the_sam
     run = RunProcess(tmp_path / "disturbed", schedule__periods=10)
     run.wait_for_line("period 2/")
     os.kill(run.pid_of("generator-0"), signal.SIGKILL)
-    code, _, errors = run.finish()
+    code, output, errors = run.finish()
     assert code == 0
     assert "generator-0 died (status -9)" in errors
-    assert "generator-1 has joined; there are 1 generators" in errors
+    assert "generator-1 has joined; there are 1 generators" in output
     assert run_digests(tmp_path / "disturbed") == undisturbed
 
 

@@ -241,6 +241,31 @@ def test_the_pool_tells_every_generator_when_the_trainer_works_and_who_joins_mea
     assert pool.tokens_so_far == {"first": 40, "second": 0}
 
 
+def test_a_joiner_whose_loading_is_cancelled_in_the_moment_it_answers_does_not_go_on() -> None:
+    """The answer and the cancellation come in one turn of the loop: neither may swallow the other."""
+
+    async def main() -> None:
+        asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        class Answering(FakeGenerator):
+            async def stage(self, snapshot: Snapshot) -> None:
+                asked.set()
+                await answer
+
+        channel = MemoryChannel(Pool())
+        channel.current = Snapshot(version=0, digest="", num_bytes=0, handle=os.open(os.devnull, os.O_RDONLY))
+        bringing = asyncio.create_task(channel.bring(Answering("joiner", 8, random.Random(0))))
+        await asked.wait()
+        answer.set_result(None)
+        await asyncio.sleep(0)
+        bringing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await bringing
+        channel.close()
+
+    asyncio.run(main())
+
+
 def test_the_worker_refuses_work_for_a_version_it_does_not_serve() -> None:
     worker, peer = worker_and_peer()
     peer.send(Submit(request(0, (1, 2, 3), 2, sampling())))

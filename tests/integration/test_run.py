@@ -152,6 +152,27 @@ def test_on_a_terminal_the_run_is_shown_live_and_lines_scroll_above(tmp_path: Pa
 
 
 @pytest.mark.integration
+def test_into_a_file_the_same_run_writes_plain_lines(tmp_path: Path) -> None:
+    train = [sys.executable, "-m", "onbeat.cli", "train", RECIPE, "--schedule.periods=3", f"--run.dir={tmp_path}/run"]
+    with (tmp_path / "output").open("w") as file:
+        subprocess.run(train, stdout=file, stderr=file, check=True, cwd=ROOT)
+    text = (tmp_path / "output").read_text()
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = text.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("period ")] == ["1/3", "2/3", "3/3"]
+    assert lines[-1] == f"model: {tmp_path}/run/model"
+
+
+@pytest.mark.integration
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    train = f"{sys.executable} -m onbeat.cli train {RECIPE} --schedule.periods=3 --run.dir={tmp_path}/run | head -1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {train}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.integration
 def test_a_model_is_evaluated_and_talked_to_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -71,6 +72,16 @@ def test_a_reward_that_sometimes_fails_is_told_once_and_counted(rewards: Path, t
     assert any(record["unscorable_share"] > 0 for record in records)
 
 
+def test_a_run_that_diverges_ends_with_a_sentence_and_its_last_checkpoint(tmp_path: Path) -> None:
+    """The first step makes weights of 1e30, which are finite; what they compute is not."""
+    keys = {"trainer__learning_rate": 1e30, "checkpoint__every": 1, "generator__count": 2}
+    code, output, errors = RunProcess(tmp_path / "run", **keys).finish()
+    assert code == 7
+    assert errors.startswith("onbeat: version 1: the model's logits are not finite: training has diverged")
+    assert len(errors.splitlines()) == 1
+    assert f"--resume would go on from {tmp_path}/run/checkpoints/version-000001" in output
+
+
 def test_a_run_that_failed_at_start_up_may_be_repeated_and_one_that_trained_may_not(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with pytest.raises(InputError, match="there is no built-in reward 'exactmatch'"):
@@ -105,6 +116,32 @@ def test_training_works_in_a_thread_and_under_a_running_loop(tmp_path: Path) -> 
     thread.join()
     asyncio.run(in_loop())
     assert digests["thread"] == digests["loop"]
+
+
+NOTEBOOK = """
+import asyncio, sys
+import onbeat
+
+async def cell():
+    try:
+        onbeat.train(sys.argv[1], overrides={"run.dir": sys.argv[2], "schedule.periods": 1000})
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+
+asyncio.run(cell())
+"""
+
+
+def test_a_notebooks_interrupt_stops_the_run_and_keeps_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-c", NOTEBOOK, RECIPE, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("period 2/") for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert output.endswith("stopped\n"), errors
+    assert "interrupted; go on with --resume" in output
+    assert len(list((tmp_path / "run" / "checkpoints").glob("version-*"))) == 1
 
 
 OWN_LOOP = """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.controller import autoscaling
 from onbeat.rollout.autoscale import Autoscaler, Load
 
 
@@ -57,6 +60,36 @@ def test_more_generators_that_bring_nothing_are_taken_back_and_not_tried_again_s
     counts = simulate(autoscaler, [80.0] * 20, training_s=10.0, cores=1)
     assert max(counts) > 1
     assert counts[5:] == [1] * 15
+
+
+def test_a_runs_records_move_its_crew_and_every_decision_is_told() -> None:
+    """What the controller does after each period, with generators that share nothing."""
+    wanted, told = [1], []
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(generator=SimpleNamespace(bounds=(1, 4))),
+        crew=SimpleNamespace(wanted=1, want=wanted.append),
+    )
+    after_period = autoscaling(session, SimpleNamespace(decided=told.append))  # type: ignore[arg-type]
+    for work_s in [10.0] * 6 + [40.0] * 6 + [10.0] * 6:
+        count = session.crew.wanted = wanted[-1]
+        after_period(
+            {
+                "num_generators": count,
+                "generators_busy_s": work_s / count,
+                "training_s": 10.0,
+                "num_generated_tokens": 1000,
+            }
+        )
+    assert wanted == [1, 4, 1]
+    assert told == [
+        "4 generators instead of 1: they work 40.0 s a period in all, the trainer 10.0 s",
+        "1 generators instead of 4: they work 10.0 s a period in all, the trainer 10.0 s",
+    ]
+
+
+def test_a_fixed_number_stays_whatever_the_records_say() -> None:
+    session: Any = SimpleNamespace(config=SimpleNamespace(generator=SimpleNamespace(bounds=(2, 2))))
+    autoscaling(session, SimpleNamespace())({})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("training_s", [0.0, 1e-12])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers.decoders import ByteFallback
 
 from onbeat.admission import cache_tokens
-from onbeat.errors import InputError
+from onbeat.errors import InputError, NumbersError
 from onbeat.rollout.cache import CacheShape, GroupCache
 from onbeat.rollout.engine import Engine, _gap_to_own_forward
 from onbeat.rollout.sampling import sample
@@ -177,6 +177,14 @@ def test_a_draw_never_chooses_a_token_of_probability_zero() -> None:
     draws = torch.tensor([0.0, 0.5, 1.0 - 2.0**-53], dtype=torch.float64)
     tokens, _ = sample(logits, torch.ones(3), draws)
     assert tokens.tolist() == [300, 650, 650]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_not_sampled_from(value: float) -> None:
+    logits = torch.zeros(3, 300)
+    logits[1, 7] = value
+    with pytest.raises(NumbersError):
+        sample(logits, torch.ones(3), torch.full((3,), 0.5, dtype=torch.float64))
 
 
 def test_a_greedy_row_takes_the_most_likely_token_beside_rows_that_are_sampled() -> None:

@@ -225,7 +225,9 @@ def test_a_resumed_run_has_the_records_of_the_one_before(tmp_path: Path) -> None
     recorder = recorder_in(tmp_path, [])
     assert [record["period"] for record in recorder.records] == [0, 1]
     assert (recorder.accuracy_of(0), recorder.accuracy_of(1), recorder.accuracy_of(2)) == (0.0, 1.0, None)
-    assert recorder.best_version() == 1
+    assert recorder.best_of([0, 1, 2]) == 1
+    assert recorder.best_of([0, 2]) == 0
+    assert recorder.best_of([2]) is None
 
 
 # Where the time went
@@ -309,9 +311,17 @@ def test_pass_at_k_counts_prompts_with_a_right_answer() -> None:
     assert evaluation_metrics(evaluated, 1.0) == {
         "accuracy": pytest.approx(1 / 3),
         "num_prompts": 3,
+        "unscorable_share": 0.0,
+        "truncated_share": 0.0,
         "pass@1": pytest.approx(0.25),
         "pass@4": pytest.approx(2 / 3),
     }
+
+
+def test_a_held_out_answer_that_cannot_be_scored_is_not_right() -> None:
+    evaluated = Evaluated(greedy=[group(rollout(1.0)), group(rollout(None))], sampled=[group(rollout(None))])
+    metrics = evaluation_metrics(evaluated, 1.0)
+    assert (metrics["accuracy"], metrics["unscorable_share"], metrics["pass@1"]) == (0.5, 0.5, 0.0)
 
 
 # Trackers
@@ -372,7 +382,9 @@ def test_a_record_is_on_disk_when_its_period_has_closed(tmp_path: Path) -> None:
     assert records == recorder.records
     assert [record["period"] for record in records] == [0, 1]
     assert [record["accuracy"] for record in records] == [0.5, None]
-    assert recorder.evaluations == [{"version": 0, "accuracy": None, "num_prompts": 1}]
+    assert recorder.evaluations == [
+        {"version": 0, "accuracy": 0.0, "num_prompts": 1, "unscorable_share": 1.0, "truncated_share": 0.0}
+    ]
     assert records[0]["trainer_waiting_s"] >= 0.0
     assert records[0]["trained_tokens_per_s"] is None
     rollouts = [json.loads(line) for line in (tmp_path / "rollouts" / "period-000000.jsonl").read_text().splitlines()]

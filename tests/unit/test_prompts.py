@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from onbeat.errors import InputError
 from onbeat.prompts.codec import Codec
+from onbeat.prompts.rows import Row
 from onbeat.prompts.source import PromptCursor, encode_rows
 from onbeat.types import Prompt
 
@@ -206,9 +207,17 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 # Prompts
 
 
+def placed(*columns: dict[str, Any]) -> list[Row]:
+    """As they are read from a file."""
+    rows = [Row(each) for each in columns]
+    for number, row in enumerate(rows, 1):
+        row.place = f"rows.jsonl, row {number}"
+    return rows
+
+
 def test_rows_become_prompts_with_stable_names_and_their_other_columns(codec: Codec) -> None:
     chat = [{"role": "user", "content": "hi"}]
-    rows = [{"prompt": "hello", "answer": "x"}, {"prompt": chat, "id": "named"}, {"prompt": "hello", "id": 7}]
+    rows = placed({"prompt": "hello", "answer": "x"}, {"prompt": chat, "id": "named"}, {"prompt": "hello", "id": 7})
     prompts, dropped = encode_rows(rows, codec, 1000)
     assert dropped == []
     assert prompts == [
@@ -219,22 +228,28 @@ def test_rows_become_prompts_with_stable_names_and_their_other_columns(codec: Co
 
 
 def test_prompts_that_are_too_long_are_left_out_and_named(codec: Codec) -> None:
-    rows = [
+    rows = placed(
         {"prompt": "hello"},
         {"prompt": "hello, what is 17?"},
         {"prompt": "the"},
         {"prompt": "q" * 50, "id": "long"},
-    ]
+    )
     limit = len(codec.encode("hello, what is 17?"))
     prompts, dropped = encode_rows(rows, codec, limit)
     assert ([prompt.prompt_id for prompt in prompts], dropped) == (["1", "2", "3"], ["long"])
     prompts, dropped = encode_rows(rows, codec, limit - 1)
-    assert ([prompt.prompt_id for prompt in prompts], dropped) == (["1", "3"], ["2", "long"])
+    assert ([prompt.prompt_id for prompt in prompts], dropped) == (["1", "3"], ["rows.jsonl, row 2", "long"])
 
 
 def test_a_dataset_of_which_nothing_is_left_is_refused(codec: Codec) -> None:
     with pytest.raises(InputError, match="none of the 2 prompts has between 1 and 3 tokens"):
-        encode_rows([{"prompt": "q" * 50}, {"prompt": "z" * 50}], codec, 3)
+        encode_rows(placed({"prompt": "q" * 50}, {"prompt": "z" * 50}), codec, 3)
+
+
+def test_a_chat_the_template_refuses_is_told_with_its_row(codec: Codec) -> None:
+    chat = [{"role": "forbidden", "content": "x"}]
+    with pytest.raises(InputError, match=r"rows.jsonl, row 2: the chat template of .* refuses"):
+        encode_rows(placed({"prompt": "fine"}, {"prompt": chat}), codec, 1000)
 
 
 # The order of training

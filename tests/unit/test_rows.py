@@ -79,14 +79,14 @@ def test_columns_of_another_layout_are_named_by_a_map_and_keep_their_own_names_t
 @given(
     st.lists(
         st.recursive(
-            st.none() | st.booleans() | st.floats() | st.text(),
+            st.none() | st.booleans() | st.floats() | st.text(st.characters(exclude_categories=())),
             lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["prompt", "role", "content", "x"]), inner),
         ),
         min_size=1,
         max_size=8,
     )
 )
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 def test_a_fuzzed_row_is_taken_or_refused_by_its_number(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
 ) -> None:
@@ -97,6 +97,42 @@ def test_a_fuzzed_row_is_taken_or_refused_by_its_number(
         number = int(str(error).removeprefix(f"{source}, row ").split(maxsplit=1)[0].rstrip(":"))
         with pytest.raises(InputError):
             read_rows(write(tmp_path_factory.getbasetemp() / "one.jsonl", json.dumps(rows[number - 1])))
+
+
+def test_a_row_of_a_directory_is_named_by_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", '{"prompt": "1"}\n{"prompt": "2"}\n')
+    write(tmp_path / "b.jsonl", '{"prompt": "3"}\n{"question": "4"}\n')
+    assert refusal(str(tmp_path)).startswith(f"{tmp_path}/b.jsonl, row 2 has no 'prompt'")
+
+
+def test_json_nested_too_deep_to_read_is_refused_with_its_line(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    source = write(tmp_path / "deep.jsonl", '{"prompt": "1"}\n' + deep)
+    assert refusal(source).startswith(f"{source}, line 2 is not JSON: ")
+    source = write(tmp_path / "deep.json", deep)
+    assert refusal(source).startswith(f"{source} is not JSON: ")
+
+
+def test_a_function_that_exits_is_an_error_of_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.py", "import sys\n\ndef rows():\n    sys.exit(3)\n    yield\n")
+    assert refusal(f"{file}:rows") == f"{file}:rows failed: SystemExit: 3"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ([{"role": "user"}], "message 1 of its 'prompt' needs a 'role' and a 'content'"),
+        ([{"role": "user", "content": "x"}, {"role": 3, "content": "y"}], "message 2 of its 'prompt' needs"),
+        ([{"role": "user", "content": None}], "message 1 of its 'prompt' needs"),
+        ("half \ud800", "its 'prompt' holds half of a surrogate pair"),
+        ([{"role": "user", "content": "half \udc00"}], "its 'prompt' holds half of a surrogate pair"),
+    ],
+)
+def test_a_prompt_the_tokenizer_could_not_take_is_refused_with_its_row(
+    tmp_path: Path, prompt: Any, complaint: str
+) -> None:
+    source = write(tmp_path / "rows.jsonl", '{"prompt": "1"}\n' + json.dumps({"prompt": prompt}))
+    assert refusal(source).startswith(f"{source}, row 2: {complaint}")
 
 
 def test_a_function_gives_its_rows_in_order(tmp_path: Path) -> None:
@@ -126,7 +162,10 @@ def listed():
         ({"prompt": []}, ": 'prompt' must be text or chat messages, not '[]'"),
         ({"prompt": None}, ": 'prompt' must be text or chat messages, not 'None'"),
         ({"prompt": ["hi"]}, """: 'prompt' must be text or chat messages, not "['hi']\""""),
-        ({"prompt": [{"content": "hi"}]}, """: 'prompt' must be text or chat messages, not "[{'content': 'hi'}]\""""),
+        (
+            {"prompt": [{"content": "hi"}]},
+            """: message 1 of its 'prompt' needs a 'role' and a 'content', and is "{'content': 'hi'}\"""",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_its_file(tmp_path: Path, row: object, complaint: str) -> None:
@@ -196,6 +235,21 @@ def test_a_hugging_face_dataset_on_disk_is_read_by_split(tmp_path: Path) -> None
     assert read_rows(str(tmp_path / "both"), split="test") == rows[3:]
     with pytest.raises(InputError, match=r"has no split 'validation' \(data.split\); it has \['test', 'train'\]"):
         read_rows(str(tmp_path / "both"), split="validation")
+    (tmp_path / "one" / "state.json").write_text("{}")
+    assert "cannot be read as a dataset saved to disk" in refusal(str(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "folder", "one", "rows.py:rows"])
+def test_a_source_without_splits_cannot_be_asked_for_one(tmp_path: Path, name: str) -> None:
+    """Else `data.eval_split` would evaluate on what is trained on."""
+    write(tmp_path / "rows.jsonl", '{"prompt": "1"}')
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "rows.jsonl", '{"prompt": "1"}')
+    write(tmp_path / "rows.py", "def rows():\n    return [{'prompt': '1'}]\n")
+    datasets.Dataset.from_list(saved_rows()).save_to_disk(str(tmp_path / "one"))
+    assert read_rows(str(tmp_path / name))
+    with pytest.raises(InputError, match="has no splits, and cannot be asked for 'test'"):
+        read_rows(str(tmp_path / name), split="test")
 
 
 def test_a_dataset_that_is_nowhere_is_refused_with_the_name_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

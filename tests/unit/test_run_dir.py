@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from onbeat.checkpoint import CheckpointStore, Manifest, write_part
+from onbeat.cli import main
 from onbeat.config import Config
 from onbeat.errors import CheckpointError, ConfigError
 from onbeat.recipe import load
-from onbeat.run_dir import RunDir, open_run_dir
+from onbeat.run_dir import RunDir, held_by, open_run_dir, seal
 from tests.fakes.runs import RECIPE
 
 
@@ -42,7 +43,16 @@ def begun(path: Path, versions: tuple[int, ...] = ()) -> Config:
     for version in versions:
         part = write_part(store.begin(version), "rank-0.safetensors", {})
         lengths = {"ledger.jsonl": 14 * version, "metrics.jsonl": 14 * version}
-        store.commit(Manifest(version=version, num_updates=1, cursor=0, parts=(part,), lengths=lengths, config={}))
+        manifest = Manifest(
+            version=version,
+            num_updates=1,
+            cursor=0,
+            parts=(part,),
+            lengths=lengths,
+            digests=seal(path, lengths),
+            config={},
+        )
+        store.commit(manifest)
     return configuration
 
 
@@ -86,11 +96,41 @@ def test_resuming_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     assert told == ["there is no checkpoint yet: the run begins anew"]
 
 
-def test_a_ledger_that_lost_lines_is_refused(tmp_path: Path) -> None:
-    configuration = begun(tmp_path, versions=(3,))
+def test_a_ledger_that_lost_lines_or_was_changed_is_no_base_and_the_checkpoint_before_it_is_used(
+    tmp_path: Path,
+) -> None:
+    configuration = begun(tmp_path, versions=(1, 3))
     os.truncate(tmp_path / "ledger.jsonl", 20)
-    with pytest.raises(CheckpointError, match=r"ledger.jsonl has 20 bytes, and had 42 when version 3 was saved"):
+    run_dir, told = opened(configuration, resume=True)
+    assert run_dir.checkpoint is not None
+    assert run_dir.checkpoint.manifest.version == 1
+    assert "ledger.jsonl is not what it was when version 3 was saved" in told[0]
+    (tmp_path / "metrics.jsonl").write_text("x" * 14)
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* can be used: .*metrics.jsonl is not what it was"):
         opened(configuration, resume=True)
+
+
+def test_a_run_that_is_further_than_the_recipe_wants_is_not_cut(tmp_path: Path) -> None:
+    begun(tmp_path, versions=(3,))
+    with pytest.raises(ConfigError, match=r"--resume: 3 periods are done, and schedule.periods = 2"):
+        opened(config(tmp_path, schedule__periods=2), resume=True)
+    assert (tmp_path / "ledger.jsonl").read_text().count("\n") == 4
+
+
+def test_a_finished_model_stays_until_a_newer_one_takes_its_place(tmp_path: Path) -> None:
+    configuration = begun(tmp_path, versions=(3,))
+    (tmp_path / "model").mkdir()
+    opened(configuration, resume=True)
+    assert (tmp_path / "model").is_dir()
+
+
+def test_whoever_may_read_is_told_which_process_holds_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert held_by(tmp_path) is None
+    with open_run_dir(config(tmp_path), resume=False, say=print, warn=print):
+        assert held_by(tmp_path) == str(os.getpid())
+        assert main(["status", str(tmp_path)]) == 2
+        assert f"is going on (process {os.getpid()}), but gives no answer" in capsys.readouterr().err
+    assert held_by(tmp_path) is None
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
