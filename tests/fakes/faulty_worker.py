@@ -2,7 +2,8 @@
 
 A directory of files, one per fault, named in their order: "decode 12" kills the process at its twelfth decode step. A
 worker takes the first that nobody has taken (a rename is atomic), writes "fired" beside it when it goes off, and is
-healthy if none is left. So the faults of a run are spread over its workers, and each goes off in one of them.
+healthy if none is left. So the faults of a run are spread over its workers, and each goes off in one of them. With
+"… after p" nothing counts before the worker has loaded p versions.
 
     idle n       the n-th time it waits for work                prefill n, decode n    in that forward
     load n       the n-th snapshot, before its digest is told   tensor n               after n tensors were copied
@@ -21,12 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from onbeat.messages import Completed, Progress
+from onbeat.messages import Completed, Progress, WorkerSettings
 from onbeat.rollout import worker as real
 from onbeat.rollout.engine import Engine
 from onbeat.weights.snapshot import Mapped
@@ -46,7 +47,19 @@ def fired(directory: Path) -> list[str]:
     return [file.read_text() for file in sorted(directory.glob("*.fired"))]
 
 
-def take(directory: Path) -> tuple[str, int, Path] | None:
+def fired_when(directory: Path) -> dict[str, float]:
+    """Each worker in which one went off, and the time at which it did."""
+    return {file.read_text(): file.stat().st_mtime for file in directory.glob("*.who")}
+
+
+class Fault(NamedTuple):
+    kind: str
+    count: int
+    after: int
+    file: Path
+
+
+def take(directory: Path) -> Fault | None:
     """The first fault that is still there."""
     for file in sorted(directory.glob("????")):
         taken = file.with_suffix(".taken")
@@ -54,22 +67,26 @@ def take(directory: Path) -> tuple[str, int, Path] | None:
             file.rename(taken)
         except FileNotFoundError:
             continue
-        kind, _, count = taken.read_text().partition(" ")
-        return kind, int(count), taken
+        kind, count, *after = taken.read_text().split()
+        return Fault(kind, int(count), int(after[1]) if after else 0, taken)
     return None
 
 
 class Faults:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, worker: str) -> None:
         self._mine = take(directory)
+        self._worker = worker
         self._counts: Counter[str] = Counter()
+        self.num_loads = 0
 
     def has(self, kind: str) -> int:
         """The number that goes with it, or 0."""
-        return self._mine[1] if self._mine is not None and self._mine[0] == kind else 0
+        return self._mine.count if self._mine is not None and self._mine.kind == kind else 0
 
     def at(self, point: str) -> None:
         """We are there: is it time?"""
+        if self._mine is None or self.num_loads < self._mine.after:
+            return
         self._counts[point] += 1
         if self.has(point) and self._counts[point] == self.has(point):
             self.fire()
@@ -77,8 +94,8 @@ class Faults:
 
     def fire(self) -> None:
         assert self._mine is not None
-        taken = self._mine[2]
-        taken.with_suffix(".fired").write_text(taken.read_text())
+        self._mine.file.with_suffix(".who").write_text(self._worker)
+        self._mine.file.with_suffix(".fired").write_text(self._mine.file.read_text())
 
 
 class FaultyChannel(Channel[Any]):
@@ -149,13 +166,15 @@ def make_faulty(faults: Faults) -> None:
             faults.fire()
             os.kill(os.getpid(), signal.SIGKILL)
         load_into(self, targets)
+        faults.num_loads += 1
 
     Engine._forward = faulty_forward  # type: ignore[method-assign]
     Mapped.digest, Mapped.load_into = faulty_digest, faulty_load  # type: ignore[method-assign]
 
 
 def main(sock: socket.socket, settings: bytes) -> None:
-    faults = Faults(Path(os.environ[FAULTS]))
+    name = msgspec.msgpack.decode(settings, type=WorkerSettings).name
+    faults = Faults(Path(os.environ[FAULTS]), name)
     make_faulty(faults)
     real.Channel = lambda sock, expected: FaultyChannel(sock, expected, faults)  # type: ignore[assignment,misc]
     real.main(sock, settings)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,15 @@ import pytest
 
 import onbeat
 from onbeat.errors import NoGeneratorsError
-from tests.fakes.faulty_worker import FAULTS, fired, plan
+from tests.fakes.faulty_worker import FAULTS, fired, fired_when, plan
+from tests.fakes.figures import figure, spread
 from tests.fakes.processes import RunProcess
 from tests.fakes.runs import RECIPE, SMALL, run_digests, train_digests
 
 pytestmark = pytest.mark.integration
 GENERATORS = 3
+SOAK_PROMPTS = 1500
+"""With which a period of the small recipe takes more than five seconds."""
 
 
 def faulty(run_dir: Path, faults: list[str], monkeypatch: pytest.MonkeyPatch, **overrides: Any) -> list[str]:
@@ -34,10 +40,25 @@ def faulty(run_dir: Path, faults: list[str], monkeypatch: pytest.MonkeyPatch, **
     monkeypatch.setenv(FAULTS, str(directory))
     monkeypatch.setattr("onbeat.rollout.client.ENTRY", "tests.fakes.faulty_worker:main")
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    told: list[tuple[str, float]] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of every loss there is one
+        warnings.simplefilter("always")  # of every loss there is one
+        warnings.showwarning = lambda message, *place, **more: told.append((str(message), time.time()))
         onbeat.train(RECIPE, overrides={**SMALL, "generator.count": GENERATORS, "run.dir": str(run_dir), **keys})
+    DETECTED[run_dir] = detection_times(fired_when(directory), told)
     return fired(directory)
+
+
+DETECTED: dict[Path, list[float]] = {}
+"""Seconds from each fault to the run's noticing it, of runs so far."""
+
+
+def detection_times(fired_at: dict[str, float], told: list[tuple[str, float]]) -> list[float]:
+    found = []
+    for worker, began_s in fired_at.items():
+        noticed = [when for sentence, when in told if re.match(rf"{worker}\b", sentence)]
+        found += [max(0.0, noticed[0] - began_s)] if noticed else []
+    return found
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -63,6 +84,15 @@ def test_workers_killed_while_idle_loading_prefilling_decoding_and_replying_cost
     assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=periods) == faults
     assert run_digests(tmp_path / "run") == undisturbed
     assert records(tmp_path / "run")[-1]["num_lost_generators"] == count
+    assert len(DETECTED[tmp_path / "run"]) == count
+    last = records(tmp_path / "run")[-1]
+    figure(
+        "workers killed",
+        kills=count,
+        periods=periods,
+        resent_samples=last["num_resent_samples"],
+        detection_s=spread(DETECTED[tmp_path / "run"]),
+    )
 
 
 def test_a_version_that_was_loaded_in_part_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +122,7 @@ def test_a_worker_that_hangs_is_given_up_and_its_groups_are_done_by_others(
     assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=periods) == faults
     assert run_digests(tmp_path / "run") == undisturbed
     assert records(tmp_path / "run")[-1]["num_lost_generators"] == count
+    figure("workers stopped", stops=count, periods=periods, given_up_s=spread(DETECTED[tmp_path / "run"]))
 
 
 def test_a_worker_ten_times_as_slow_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +152,18 @@ class Visitors:
         self._run = run
         self._rng = random.Random(seed)
         self._workers: list[subprocess.Popen[str]] = []
-        self.num_changes = 0
+        self.kinds: Counter[str] = Counter()
+
+    @property
+    def num_changes(self) -> int:
+        return self.kinds.total()
 
     def change_something(self) -> None:
         rng = self._rng
         kind = rng.choice(["join", "leave", "scale"])
-        if kind == "join" or (kind == "leave" and not self._workers):
+        if kind == "leave" and not self._workers:
+            kind = "join"
+        if kind == "join":
             self._workers.append(worker(["--join", str(self._run.run_dir)]))
         elif kind == "leave":
             self._workers.pop(rng.randrange(len(self._workers))).send_signal(
@@ -134,7 +171,7 @@ class Visitors:
             )
         else:
             assert scale(self._run.run_dir, rng.randint(1, 4)).returncode == 0
-        self.num_changes += 1
+        self.kinds[kind] += 1
 
     def finish(self) -> None:
         for each in self._workers:
@@ -169,6 +206,7 @@ def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     assert visitors.num_changes == changes
     assert run_digests(tmp_path / "run") == undisturbed
     visitors.finish()
+    figure("joins and leaves", changes=changes, periods=periods, **visitors.kinds)
 
 
 @pytest.fixture
@@ -190,8 +228,8 @@ def test_a_worker_joins_over_the_network_with_the_token_and_without_the_models_f
     place = run.wait_for_line("workers may join at ").split()[-1]
     run.wait_for_line("period 2/")
     visitor = worker(["--join", place, "--token-file", str(token_file)])
-    while "has joined; there are 2 generators" not in (line := run.process.stderr.readline()):  # type: ignore[union-attr]
-        assert line, "the run ended before anybody joined"
+    while not run.wait_for_line("generator-").endswith("has joined; there are 2 generators\n"):
+        pass
     os.kill(run.pid_of("generator-0"), signal.SIGKILL)  # now the visitor must do it, at least for a while
     code, _, errors = run.finish()
     assert code == 0, errors
@@ -261,3 +299,37 @@ def test_by_demand_a_run_finds_its_number_of_generators(tmp_path: Path) -> None:
     ]
     assert len(set(counts)) == 1 or decisions
     assert max(counts) <= 3
+
+
+def seeded_faults(count: int, seed: int) -> list[str]:
+    """Of every kind; a worker gets about four periods old before its own goes off."""
+    rng = random.Random(seed)
+    kinds = ["idle", "prefill", "decode", "reply"] * 6 + ["stop"]
+    return [f"{rng.choice(kinds)} {rng.randint(1, 20)} after {rng.randint(2, 6)}" for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("faults", "periods", "prompts"),
+    [(6, 14, 13), pytest.param(100, 200, SOAK_PROMPTS, marks=pytest.mark.full)],
+    ids=["short", "200 periods"],
+)
+def test_a_soak_with_a_fault_every_two_periods_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: int, periods: int, prompts: int
+) -> None:
+    keys = {"schedule__periods": periods, "schedule__prompts_per_period": prompts, "generator__count": 2}
+    undisturbed = train_digests(tmp_path / "undisturbed", **keys)
+    planned = seeded_faults(faults, seed=faults)
+    gone_off = faulty(tmp_path / "run", planned, monkeypatch, **keys)
+    assert run_digests(tmp_path / "run") == undisturbed
+    assert gone_off == planned[: len(gone_off)]
+    assert len(gone_off) >= periods // 3, "the run was too short for its faults"
+    quiet_s, faulty_s = (
+        [record["period_s"] for record in records(tmp_path / name)[1:]] for name in ("undisturbed", "run")
+    )
+    figure(
+        "soak",
+        periods=periods,
+        faults=len(gone_off),
+        period_s=spread(quiet_s),
+        throughput=round(sum(quiet_s) / sum(faulty_s), 3),
+    )
