@@ -26,6 +26,8 @@ from onbeat.messages import ScoreCall
 from onbeat.reward.builtin import BUILTINS, text_of
 
 _VERL_MARKS = {"solution_str", "ground_truth"}
+_ALSO_SPELT = "completions_ids"
+"""`completion_ids` in some of TRL's own examples."""
 
 
 class RewardError(Exception):
@@ -51,6 +53,8 @@ class LoadedFunction:
             "completions": call.completions,
             "completion_ids": [list(ids) for ids in call.completion_ids],
         }
+        if _ALSO_SPELT in self._parameters:
+            known[_ALSO_SPELT] = known["completion_ids"]
         return checked(self._run(known), num_rows)
 
     def _verl_score(self, call: ScoreCall, row: int) -> Any:

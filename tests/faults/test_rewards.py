@@ -389,6 +389,12 @@ def test_a_trl_function_gets_prompts_completions_ids_and_columns_by_name(tmp_pat
     assert rewards_of(rollouts) == [1.0, 0.0]
 
 
+def test_token_ids_go_by_the_other_name_that_trls_examples_have(tmp_path: Path) -> None:
+    file = write(tmp_path, "def longest(completions_ids, **columns): return [len(ids) for ids in completions_ids]")
+    rollouts, _ = run(tmp_path, Function(f"{file}:longest"))
+    assert rewards_of(rollouts) == [float(len(text)) for text in TEXTS]
+
+
 def test_a_function_is_given_only_the_columns_it_has_parameters_for(tmp_path: Path) -> None:
     file = write(tmp_path, "def reward(completions, answer, *, weight=2.0): return [weight] * len(answer)\n")
     rollouts, _ = run(tmp_path, Function(f"{file}:reward"), texts=["a"], prompt=prompt_of(answer="a", other=1))
