@@ -283,22 +283,26 @@ def listeners(run: RunProcess) -> list[str]:
     return found
 
 
-def test_by_demand_a_run_finds_its_number_of_generators(tmp_path: Path) -> None:
-    """Training is next to nothing here, so more are wanted; whether they help is the machine's to say."""
-    run_dir = tmp_path / "run"
-    onbeat.train(
-        RECIPE,
-        overrides={
-            **SMALL, "run.dir": str(run_dir), "schedule.periods": 40, "generator.count": {"min": 1, "max": 3},
-            "schedule.prompts_per_period": 64, "trainer.pack_tokens": 4096,
-        },
-    )  # fmt: skip
-    counts = [record["num_generators"] for record in records(run_dir)]
-    decisions = [
-        event["name"] for event in json.loads((run_dir / "trace.json").read_text()) if "generators" in event["name"]
-    ]
-    assert len(set(counts)) == 1 or decisions
-    assert max(counts) <= 3
+def test_by_demand_a_run_finds_its_number_of_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real generators that sleep nine tenths of their time, as if each had a device of its own: more of them help."""
+    keys = {"schedule__periods": 16, "schedule__prompts_per_period": 26}
+    undisturbed = train_digests(tmp_path / "undisturbed", **keys)
+    faulty(tmp_path / "run", ["slow 10"] * 8, monkeypatch, generator__count={"min": 1, "max": 4}, **keys)
+    found = records(tmp_path / "run")
+    counts = [record["num_generators"] for record in found]
+    assert counts[0] == 1
+    assert counts[-1] > 1
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())
+    decisions = [event["name"] for event in events if "generators instead of" in event["name"]]
+    assert decisions[0].startswith(f"{counts[-1]} generators instead of 1: they work ")
+    assert run_digests(tmp_path / "run") == undisturbed
+    figure(
+        "autoscaler",
+        counts=counts,
+        decisions=decisions,
+        first_period_s=round(found[1]["period_s"], 2),
+        last_period_s=round(found[-1]["period_s"], 2),
+    )
 
 
 def seeded_faults(count: int, seed: int) -> list[str]:
