@@ -29,7 +29,7 @@ from tests.fakes.runs import RECIPE, SMALL, run_digests, train_digests
 
 pytestmark = pytest.mark.integration
 GENERATORS = 3
-SOAK_PROMPTS = 1500
+SOAK_PROMPTS = 1400
 """With which a period of the small recipe takes more than five seconds."""
 
 
