@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .PHONY: setup demo test lint test-integration test-full bench-learning bench-train bench-generate bench-overlap bench-trl \
-        picture clean
+        compare-trl picture clean
 
 setup: $(INSTALLED)
 
@@ -55,6 +55,10 @@ bench-overlap: setup
 # Whole updates beside TRL's GRPOTrainer, into docs/bench-trl.json.
 bench-trl: setup
 	$(BIN)/python benchmarks/against_trl.py
+
+# Losses and gradients beside TRL's own trainer; fails if they differ.
+compare-trl: setup
+	$(BIN)/python benchmarks/compare_trl.py
 
 # docs/overlap.png, drawn from the trace of a real run.
 picture: setup

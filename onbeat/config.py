@@ -63,20 +63,40 @@ class ScheduleConfig(_Section):
 
 
 class AlgorithmConfig(_Section):
-    name: Literal["grpo"] = "grpo"
-    """The loss and the advantage."""
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo"] = "grpo"
+    """The advantage and the loss, with defaults for the keys below that say "its own" (onbeat/algorithms/)."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt."""
     beta: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the KL to the reference; 0: no reference is loaded."""
-    clip_low: _Fraction = 0.2
-    """The ratio to the old policy is clipped below 1 - clip_low."""
-    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
-    """… and above 1 + clip_high."""
-    scale_advantages: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
-    loss_mean: Literal["sequence", "token", "constant"] = "sequence"
-    """What the loss is a mean over: sequences of token means; all tokens; sequences of token sums / max_new_tokens."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """How the KL is estimated, per token: policy - ref; half its square; exp(ref - policy) - (ref - policy) - 1."""
+    clip_low: _Fraction | None = None
+    """The ratio to the old policy is clipped below 1 - clip_low. Not given: the algorithm's own."""
+    clip_high: Annotated[float, Field(ge=0.0)] | None = None
+    """… and above 1 + clip_high. Not given: the algorithm's own."""
+    scale_advantages: bool | None = None
+    """Divide a group's advantages by the standard deviation of its rewards. Not given: the algorithm's own."""
+    loss_mean: Literal["sequence", "token", "constant", "sum"] | None = None
+    """What the loss is a mean over: sequences of token means; all tokens; sequences of token sums / max_new_tokens;
+    sequences of token sums. Not given: the algorithm's own."""
+    dynamic_sampling: bool | None = None
+    """Replace groups of equal rewards by further prompts, within the period. Not given: the algorithm's own."""
+    max_attempts: Annotated[float, Field(ge=1.0)] = 4.0
+    """With dynamic sampling: at most so many times prompts_per_period are tried in a period."""
+    overlong_buffer: Annotated[int, Field(ge=0)] | None = None
+    """Completions lose up to 1 of their reward over the last so many tokens of max_new_tokens. Not given: the
+    algorithm's own."""
+    mask_truncated: bool = False
+    """Completions cut off at max_new_tokens have no loss; they stay in the baseline."""
+    importance_cap: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weigh each token's loss by min(cap, old / sampler probability), for a sampler that is not quite the policy; 0: do
+    not."""
+    advantage: SourcePath | None = None
+    """`file.py:function` in place of the algorithm's: def advantages(rewards: list[float]) -> list[float]."""
+    loss: SourcePath | None = None
+    """`file.py:function` in place of the algorithm's: def loss(tokens: onbeat.algorithms.base.Tokens) -> TokenLoss.
+    Groups without advantage are trained then, too."""
 
 
 class SamplingConfig(_Section):
@@ -150,6 +170,15 @@ class TrainerConfig(_Section):
     better and makes the trainer wait."""
     max_tokens: _Positive = 4096
     """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
+
+
+class LoraSection(_Section):
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Of the trained addition to each weight (LoRA); 0: all weights are trained."""
+    alpha: Annotated[float, Field(gt=0.0)] = 32.0
+    """The addition is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers that get one, such as "q_proj"; none: every linear layer but the head."""
 
 
 class DataConfig(_Section):
@@ -244,6 +273,7 @@ class Config(_Section):
     sampling: SamplingConfig = SamplingConfig()
     generator: GeneratorConfig = GeneratorConfig()
     trainer: TrainerConfig = TrainerConfig()
+    lora: LoraSection = LoraSection()
     data: DataConfig
     reward: RewardConfig
     evaluation: EvaluationConfig = EvaluationConfig()

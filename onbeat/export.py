@@ -32,10 +32,12 @@ def export_checkpoint(run_dir: Path, directory: Path, version: int | None) -> in
     checkpoint = store.load(version)
 
     from onbeat.device import load_model  # imports torch
+    from onbeat.lora import add_adapter, save_model
     from onbeat.training.state import load_weights
 
     model = load_model(str(model_dir))
+    add_adapter(model, config.lora, config.seed)
     for part in checkpoint.manifest.parts:
         load_weights(model, checkpoint.directory / part.name)
-    write_model(directory, model_dir, model.save_pretrained)
+    write_model(directory, model_dir, lambda hidden: save_model(model, str(model_dir), hidden))
     return version

@@ -16,7 +16,7 @@ import msgspec
 from onbeat.errors import MissingSlotsError, StaleRolloutError, TrainedTwiceError
 from onbeat.types import Group
 
-Outcome = Literal["trained", "elided"]
+Outcome = Literal["trained", "elided", "replaced"]
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,23 +26,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from msgspec import structs
 
+from onbeat.algorithms.base import Advantages, Algorithm
 from onbeat.batch.pack import Packer
-from onbeat.errors import OnbeatError
-from onbeat.group.assemble import train_group
+from onbeat.group.assemble import rewards, train_group
 from onbeat.ledger import Ledger
 from onbeat.protocols import Evaluated, Scorer, Tracer, no_trace
 from onbeat.rollout.pool import Pool
+from onbeat.scored import Scored
 from onbeat.status import GroupStatus
 from onbeat.types import (
-    Completion,
     Group,
-    GroupRequest,
     MicroBatch,
     Prompt,
     Sampling,
@@ -58,12 +57,22 @@ class LoaderSettings:
     order: Literal["dispatch", "completion"]
     group_size: int
     sampling: Sampling
-    scale_advantages: bool
+    algorithm: Algorithm
     elide: bool
     """A group without advantage needs no forward: true when the loss has no other term (KL, entropy)."""
     updates_per_period: int = 1
     pack_tokens: int = 768
     num_ranks: int = 1
+    overlong_buffer: int = 0
+    masks_truncated: bool = False
+    max_attempts: float = 4.0
+    """With dynamic sampling: times the period's prompts that are tried at most."""
+
+
+class MorePrompts(Protocol):
+    """Where further prompts come from, when some turned out to teach nothing."""
+
+    def take(self, num_prompts: int) -> list[Prompt]: ...
 
 
 class PeriodicLoader:
@@ -78,29 +87,36 @@ class PeriodicLoader:
         self._loop = asyncio.get_running_loop()
         self.current: Period | None = None
         """The period that was opened last."""
-        self._open: set[_Scored] = set()
+        self._open: list[Scored] = []
 
     def scoring(self, now_s: float) -> list[GroupStatus]:
         """Groups that are complete and wait for their rewards."""
-        return [group for scored in self._open for group in scored.scoring(now_s)]
+        return [group for scored in self._open if not scored.closed for group in scored.scoring(now_s)]
 
-    def period(self, version: int, prompts: Sequence[Prompt]) -> Period:
-        """Send the prompts to the generators and return at once; iterate for micro-batches.
+    def period(self, version: int, prompts: Sequence[Prompt], more: MorePrompts | None = None) -> Period:
+        """Send the prompts to the generators and return at once; iterate for micro-batches. `more` is where further
+        prompts come from under dynamic sampling.
 
         `async for` on the controller's loop, plain `for` in a training script of your own (see own_loop.py).
         """
         if _running_loop() is not self._loop:
-            return asyncio.run_coroutine_threadsafe(self._opened(version, prompts), self._loop).result()
-        self.current = Period(self, version, prompts, self._loop)
+            return asyncio.run_coroutine_threadsafe(self._opened(version, prompts, more), self._loop).result()
+        self.current = Period(self, version, prompts, more, self._loop)
         return self.current
 
-    async def _opened(self, version: int, prompts: Sequence[Prompt]) -> Period:
-        return self.period(version, prompts)
+    async def _opened(self, version: int, prompts: Sequence[Prompt], more: MorePrompts | None) -> Period:
+        return self.period(version, prompts, more)
+
+    def open(self, stream: Stream, version: int, on_scored: Callable[[Group], None] = lambda group: None) -> Scored:
+        """The way of groups from the pool through the scorer."""
+        scored = Scored(self.pool.open(stream, version), self.scorer, self.trace, on_scored)
+        self._open = [*(before for before in self._open if not before.closed), scored]
+        return scored
 
     async def evaluate(self, version: int, prompts: Sequence[Prompt], samples: int) -> Evaluated:
         """Score a greedy completion of each held-out prompt, and `samples` sampled ones; nothing is trained."""
         sampling = self.settings.sampling
-        scored = _Scored(self, "eval", version)
+        scored = self.open("eval", version)
         try:
             scored.submit(prompts, 1, structs.replace(sampling, temperature=0.0))
             if samples:
@@ -119,99 +135,16 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-class _Scored:
-    """Groups of one stream and version, generated and scored, in order of arrival."""
-
-    def __init__(self, loader: PeriodicLoader, stream: Stream, version: int) -> None:
-        self._scorer = loader.scorer
-        self._trace = loader.trace
-        self._harvest = loader.pool.open(stream, version)
-        self._prompts: list[Prompt] = []
-        self._arrivals: asyncio.Queue[Group | Exception] = asyncio.Queue()
-        self._tasks = {asyncio.create_task(self._collect())}
-        self._scoring: dict[int, tuple[int, float]] = {}
-        """By slot: how many completions, since when."""
-        self._siblings = loader._open
-        self._siblings.add(self)
-
-    def scoring(self, now_s: float) -> list[GroupStatus]:
-        return [
-            GroupStatus(
-                stream=self._harvest.stream,
-                slot=slot,
-                state="scoring",
-                worker=None,
-                num_done=count,
-                num_samples=count,
-                age_s=now_s - since_s,
-            )
-            for slot, (count, since_s) in self._scoring.items()
-        ]
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._prompts)
-
-    def submit(self, prompts: Sequence[Prompt], samples: int, sampling: Sampling) -> None:
-        for prompt in prompts:
-            slot = len(self._prompts)
-            self._prompts.append(prompt)
-            self._harvest.submit(
-                GroupRequest(
-                    stream=self._harvest.stream,
-                    period=self._harvest.period,
-                    slot=slot,
-                    samples=tuple(range(samples)),
-                    token_ids=prompt.token_ids,
-                    sampling=sampling,
-                )
-            )
-
-    async def next(self) -> Group:
-        arrival = await self._arrivals.get()
-        if isinstance(arrival, Exception):
-            raise arrival
-        return arrival
-
-    async def _collect(self) -> None:
-        try:
-            while True:
-                task = asyncio.create_task(self._score(await self._harvest.next()))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-        except Exception as error:
-            self._arrivals.put_nowait(error)
-
-    async def _score(self, completions: tuple[Completion, ...]) -> None:
-        slot = completions[0].slot
-        began_s = asyncio.get_running_loop().time()
-        self._scoring[slot] = len(completions), began_s
-        try:
-            rollouts = await self._scorer.score(self._prompts[slot], completions)
-        except Exception as error:
-            self._arrivals.put_nowait(error)
-        else:
-            del self._scoring[slot]
-            name = f"{self._harvest.stream} {self._harvest.period}.{slot}"
-            self._trace("scorer", name, began_s, asyncio.get_running_loop().time())
-            self._arrivals.put_nowait(Group(slot=slot, prompt=self._prompts[slot], rollouts=rollouts))
-
-    async def close(self) -> None:
-        """Stop everything; whoever still waits for a group is told."""
-        self._siblings.discard(self)
-        self._harvest.close()
-        self._arrivals.put_nowait(OnbeatError("the period was closed before its last group"))
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class Period:
     """One period's micro-batches. Iterate once; then `groups` holds what was generated, by slot."""
 
     def __init__(
-        self, loader: PeriodicLoader, version: int, prompts: Sequence[Prompt], loop: asyncio.AbstractEventLoop
+        self,
+        loader: PeriodicLoader,
+        version: int,
+        prompts: Sequence[Prompt],
+        more: MorePrompts | None,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._settings = loader.settings
         self._ledger = loader.ledger
@@ -221,10 +154,36 @@ class Period:
         self._num_planned = len(prompts)
         self._held: list[dict[int, Group]] = [{} for _ in range(loader.settings.updates_per_period)]
         self._ledger.open(version)
-        self._scored = _Scored(loader, "train", version)
+        self._scored = loader.open("train", version, self._replace_if_it_teaches_nothing)
         self.groups: dict[int, Group] = {}
         self.num_elided = 0
+        self.num_replaced = 0
+        """Groups without advantage that were passed over, under dynamic sampling."""
+        self._more = more if loader.settings.algorithm.dynamic_sampling else None
+        self._num_seen = 0
+        """Slots that have been accepted or passed over, under dynamic sampling."""
+        self._normalised: dict[int, Advantages] = {}
         self.add(prompts)
+
+    def _replace_if_it_teaches_nothing(self, group: Group) -> None:
+        """Dynamic sampling. How many prompts are sent in the end is a function of what is in them: as many as hold the
+        planned number that teach something, or the limit."""
+        if self._more is None or self._teaches(group):
+            return
+        if self._scored.num_slots < self._settings.max_attempts * self._num_planned:
+            self.add(self._more.take(1))
+
+    def _teaches(self, group: Group) -> bool:
+        return any(self._train_group(group, self._group_advantages(group)).advantages)
+
+    def _train_group(self, group: Group, advantages: Advantages) -> TrainGroup:
+        return train_group(group, advantages, masks_truncated=self._settings.masks_truncated)
+
+    def _group_advantages(self, group: Group) -> Advantages:
+        """By its own rewards alone."""
+        settings = self._settings
+        limit, buffer = settings.sampling.max_new_tokens, settings.overlong_buffer
+        return settings.algorithm.advantages(rewards(group, max_new_tokens=limit, overlong_buffer=buffer))
 
     def add(self, prompts: Sequence[Prompt]) -> None:
         """Send further prompts in the middle of the period; they take the next slots, in the last update."""
@@ -285,8 +244,8 @@ class Period:
             rank = number % settings.num_ranks
             return MicroBatch(period=self._version, update=update, index=number, rank=rank, groups=pack, closes=closes)
 
-        async for group in self._released(update):
-            trained = train_group(group, scale_advantages=settings.scale_advantages)
+        async for group in self._released(update) if self._more is None else self._accepted(update):
+            trained = self._train_group(group, self._advantages(group))
             num_groups += 1
             num_sequences += len(trained.completion_ids)
             num_tokens += sum(map(len, trained.completion_ids))
@@ -300,6 +259,16 @@ class Period:
         totals = UpdateTotals(num_groups=num_groups, num_sequences=num_sequences, num_tokens=num_tokens)
         yield microbatch(packer.flush(), closes=totals)
 
+    def _advantages(self, group: Group) -> Advantages:
+        over_batch = self._settings.algorithm.over_batch
+        if over_batch is None:
+            return self._group_advantages(group)
+        if not self._normalised:  # it does not stream: all groups are there
+            batch = [each for each in self.in_slot_order() if self._more is None or self._teaches(each)]
+            advantages = over_batch([self._group_advantages(each) for each in batch])
+            self._normalised = {each.slot: found for each, found in zip(batch, advantages, strict=True)}
+        return self._normalised[group.slot]
+
     def _elides(self, group: TrainGroup) -> bool:
         """Its gradient is exactly zero: nothing scorable, or no advantage and no other term in the loss."""
         return not group.completion_ids or (self._settings.elide and not any(group.advantages))
@@ -309,9 +278,8 @@ class Period:
         held = self._held[update]
         slot = self._first_slot(update)
         while slot < self._first_slot(update + 1):
-            waits_for_all = self._settings.mode == "sync" and len(self.groups) < self._scored.num_slots
             chosen = slot if self._settings.order == "dispatch" else next(iter(held), slot)
-            if waits_for_all or chosen not in held:
+            if self._waits_for_all or chosen not in held:
                 arrival = await self._scored.next()
                 self.groups[arrival.slot] = arrival
                 self._held[self._update_of(arrival.slot)][arrival.slot] = arrival
@@ -319,12 +287,41 @@ class Period:
                 slot += 1
                 yield held.pop(chosen)
 
+    async def _accepted(self, update: int) -> AsyncIterator[Group]:
+        """The same under dynamic sampling: the update's share of the groups that teach something; others are passed
+        over. When the last slot that was sent has been looked at, no other will be."""
+        held = self._held[0]
+        share = self._first_slot(update + 1, self._num_planned) - self._first_slot(update)
+        num_accepted = 0
+        while num_accepted < share and self._num_seen < self._scored.num_slots:
+            chosen = self._num_seen if self._settings.order == "dispatch" else next(iter(held), self._num_seen)
+            if self._waits_for_all or chosen not in held:
+                arrival = await self._scored.next()
+                self.groups[arrival.slot] = held[arrival.slot] = arrival
+                continue
+            self._num_seen += 1
+            group = held.pop(chosen)
+            if self._teaches(group):
+                num_accepted += 1
+                yield group
+            else:
+                self.num_replaced += 1
+                self._ledger.record(group, "replaced")
+
+    @property
+    def _waits_for_all(self) -> bool:
+        """Whether groups have to come before any may be trained."""
+        waits = self._settings.mode == "sync" or not self._settings.algorithm.streams
+        return waits and len(self.groups) < self._scored.num_slots
+
     def _update_of(self, slot: int) -> int:
         """Planned slots are spread evenly over the updates; added ones belong to the last."""
         updates = self._settings.updates_per_period
         return min(slot * updates // max(1, self._num_planned), updates - 1)
 
-    def _first_slot(self, update: int) -> int:
-        """The first slot of an update; for the one past the last, the end of the period as it is now."""
+    def _first_slot(self, update: int, end: int | None = None) -> int:
+        """The first slot of an update; for the one past the last, `end`, or the end of the period as it is now."""
         updates = self._settings.updates_per_period
-        return -(-update * self._num_planned // updates) if update < updates else self._scored.num_slots
+        if update < updates:
+            return -(-update * self._num_planned // updates)
+        return self._scored.num_slots if end is None else end

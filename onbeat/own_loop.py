@@ -99,7 +99,7 @@ class OwnLoop:
 
     def period(self, version: int, prompts: list[Prompt]) -> Period:
         """Send the prompts and return at once; iterate over the result for micro-batches."""
-        return self._session.loader.period(version, prompts)
+        return self._session.loader.period(version, prompts, more=self._session.prompts)
 
     def why_not_exact(self) -> str | None:
         """None if the micro-batches do not depend on schedule and workers, and this process computes as ours do."""

@@ -31,7 +31,7 @@ class Observer(Protocol):
     def publishing(self, version: int) -> None: ...
     def published(self, version: int) -> None: ...
     def period_closed(
-        self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport]
+        self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport], num_replaced: int = 0
     ) -> None: ...
     def evaluated(self, version: int, evaluated: Evaluated) -> None: ...
 
@@ -73,13 +73,14 @@ async def train(
             if version == num_periods:
                 return
             reports: list[UpdateReport] = []
-            period = loader.period(version, prompts.take(prompts_per_period))
+            period = loader.period(version, prompts.take(prompts_per_period), more=prompts)
             async with aclosing(aiter(period)) as microbatches:
                 async for microbatch in microbatches:
                     await trainer.accumulate(microbatch)
                     if microbatch.closes is not None:
                         reports.append(await trainer.step(microbatch.closes))
-            observer.period_closed(version, period.in_slot_order(), period.num_elided, reports)
+            groups = period.in_slot_order()
+            observer.period_closed(version, groups, period.num_elided, reports, period.num_replaced)
 
 
 @asynccontextmanager

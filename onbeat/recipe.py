@@ -102,7 +102,7 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
 
 _KEYS: dict[str, Any] = dict(keys())
 _PATH_KEYS = {key for key, field in _KEYS.items() if any(isinstance(mark, PathMark) for mark in field.metadata)}
-_PATH_KEYS.add("data.eval_path")  # optional: pydantic keeps the mark inside the union
+_PATH_KEYS |= {"data.eval_path", "algorithm.advantage", "algorithm.loss"}  # optional: the mark is inside the union
 
 
 def check_key(key: str) -> None:

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from onbeat.algorithms.catalogue import algorithm_of
 from onbeat.cluster.local import LocalLauncher
 from onbeat.config import Config, DataConfig
 from onbeat.control import Answer
@@ -143,7 +144,9 @@ async def open_session(
         channel = MemoryChannel(pool)
         stack.callback(channel.close)
         crew = Crew(pool, start_generator, channel.bring, say, warn)
-        reception = Reception(pool, crew, lambda name: session.worker_settings(name), warn)
+        reception = Reception(
+            pool, crew, lambda name: session.worker_settings(name), warn, only_local=config.lora.rank > 0
+        )
         stack.push_async_callback(reception.close)
         session = Session(
             config=config,
@@ -247,13 +250,18 @@ def check_room(pool: Pool, prompts: list[Prompt], group_size: int, sampling: Sam
 
 
 def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
+    algorithm = algorithm_of(config.algorithm, loads="advantage")
+    buffer = config.algorithm.overlong_buffer
     return LoaderSettings(
         mode=config.schedule.mode,
         order=config.schedule.order,
         group_size=config.algorithm.group_size,
         sampling=sampling,
-        scale_advantages=config.algorithm.scale_advantages,
-        elide=config.algorithm.beta == 0,
+        algorithm=algorithm,
+        overlong_buffer=int(algorithm.overlong_share * sampling.max_new_tokens) if buffer is None else buffer,
+        masks_truncated=config.algorithm.mask_truncated,
+        max_attempts=config.algorithm.max_attempts,
+        elide=config.algorithm.beta == 0 and config.algorithm.loss is None,
         updates_per_period=config.schedule.updates_per_period,
         pack_tokens=config.trainer.pack_tokens,
         num_ranks=config.trainer.ranks,

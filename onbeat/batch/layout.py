@@ -83,6 +83,8 @@ class Layout:
     advantage_T: torch.Tensor
     length_T: torch.Tensor
     """Tokens of the completion it belongs to."""
+    sequence_T: torch.Tensor
+    """Which completion that is: 0, 1, 2 …"""
 
     @classmethod
     def plain(cls, groups: Sequence[TrainGroup]) -> Layout:
@@ -157,6 +159,7 @@ class Layout:
             sampler_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
             advantage_T=advantages.repeat_interleave(lengths),
             length_T=lengths.repeat_interleave(lengths),
+            sequence_T=torch.arange(len(rows)).repeat_interleave(lengths),
         )
 
 

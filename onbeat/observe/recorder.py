@@ -92,7 +92,12 @@ class Recorder:
             self.on_first_publish = None
 
     def period_closed(
-        self, version: int, groups: Sequence[Group], num_elided: int, reports: list[UpdateReport]
+        self,
+        version: int,
+        groups: Sequence[Group],
+        num_elided: int,
+        reports: list[UpdateReport],
+        num_replaced: int = 0,
     ) -> None:
         now_s = time.monotonic()
         record: Record = {
@@ -101,6 +106,7 @@ class Recorder:
             **update_metrics(reports),
             "num_groups": len(groups),
             "num_elided_groups": num_elided,
+            "num_replaced_groups": num_replaced,
             **self.counters(),
             **self._times(now_s),
         }

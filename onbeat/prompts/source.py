@@ -1,6 +1,7 @@
 """Prompts in the order they are trained on: epoch after epoch, each shuffled by the seed, with a cursor.
 
-The order is a function of (rows, seed): which rows period t gets does not depend on anything that happened before.
+The order is a function of (rows, seed). Which rows period t gets does not depend on anything that happened before,
+unless dynamic sampling took further ones.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from msgspec import structs
 from onbeat.admission import MIN_ROWS, Room, cache_tokens, needs
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
+from onbeat.lora import some_addition, with_values
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
-from onbeat.rollout.head import PackedHead, pack_head, standing_in
+from onbeat.rollout.packed import Packed, pack, standing_in
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
 from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest, Sampling
@@ -135,8 +136,8 @@ class Engine:
         self._groups: list[_Group] = []
         """Admitted, in that order."""
         self._version = -1
-        self._head: PackedHead | None = None
-        self._head_is_current = False
+        self._packed: list[Packed] | None = None
+        """Of the current version; None until they are needed."""
         self.num_tokens = 0
         """Sampled since the engine was made."""
 
@@ -148,7 +149,7 @@ class Engine:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        self._head_is_current = False
+        self._packed = None
 
     @property
     def idle(self) -> bool:
@@ -225,9 +226,9 @@ class Engine:
         token_ids += [0] * (MIN_ROWS - len(token_ids))
         positions += [0] * (MIN_ROWS - len(positions))
         wanted += [0] * (MIN_ROWS - len(wanted))
-        if not self._head_is_current:
-            self._head, self._head_is_current = pack_head(self._model), True
-        with standing_in(self._head, self._model):
+        if self._packed is None:
+            self._packed = pack(self._model)
+        with standing_in(self._packed):
             output = self._model(
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.tensor([positions]),
@@ -290,9 +291,15 @@ class Invariance(NamedTuple):
 def probe_invariance(model: Any, other_threads: Sequence[int] = ()) -> Invariance:
     """Decode two of a group by themselves, also with other numbers of threads, and in a batch; compare every bit.
 
-    Run once per generator, with the first weights it loads. Raises InputError if the log-probabilities are not those of
-    the model's own forward: then the engine does not know something that the architecture does.
+    Run once per generator, with the first weights it loads; an adapter, which adds nothing at first, adds something for
+    as long. Raises InputError if the log-probabilities are not those of the model's own forward: then the engine does
+    not know something that the architecture does.
     """
+    with with_values(model, some_addition(model)):
+        return _probe(model, other_threads)
+
+
+def _probe(model: Any, other_threads: Sequence[int]) -> Invariance:
     threads = torch.get_num_threads()
     vocabulary = model.config.get_text_config().vocab_size
     sampling = Sampling(temperature=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)

@@ -48,12 +48,20 @@ class Reception:
     """Brings whoever joins to the crew."""
 
     def __init__(
-        self, pool: Pool, crew: Crew, settings: Callable[[str], WorkerSettings], warn: Callable[[str], None]
+        self,
+        pool: Pool,
+        crew: Crew,
+        settings: Callable[[str], WorkerSettings],
+        warn: Callable[[str], None],
+        *,
+        only_local: bool = False,
     ) -> None:
+        """`only_local`: what is published is not all that a generator needs (LoRA); the rest is on this machine."""
         self._pool = pool
         self._crew = crew
         self._settings = settings
         self._warn = warn
+        self._only_local = only_local
         self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,7 +79,7 @@ class Reception:
         child.connection.send(Welcome(settings=settings, files=files))
         try:
             generator = await EmbeddedGenerator.ready(child)
-            if (reason := self._why_not(generator)) is not None:
+            if (reason := self._why_not(generator, child)) is not None:
                 child.connection.send(Refused(reason))
                 await child.connection.drained()
                 raise WorkerError(f"{child.name} was refused: {reason}")
@@ -81,7 +89,9 @@ class Reception:
         else:
             self._crew.join(generator)
 
-    def _why_not(self, generator: EmbeddedGenerator) -> str | None:
+    def _why_not(self, generator: EmbeddedGenerator, child: JoinedChild) -> str | None:
+        if self._only_local and not child.shares_memory:
+            return "with lora.rank, what is published is the adapter alone: only workers of this machine can join"
         others = {other.arithmetic for other in self._pool.generators if isinstance(other, EmbeddedGenerator)}
         if others and generator.arithmetic not in others:
             return (

@@ -24,6 +24,7 @@ from onbeat.cores import Threads, generator_threads
 from onbeat.device import load_model, prepare_process
 from onbeat.errors import InputError, NumbersError
 from onbeat.functions import raised
+from onbeat.lora import add_adapter, trained_parameters
 from onbeat.messages import (
     Activate,
     Activated,
@@ -67,7 +68,7 @@ class GeneratorWorker:
         """`threads`: by how many generators share the machine."""
         self._channel = channel
         self._model = model
-        self._targets = dict(model.named_parameters())
+        self._targets = trained_parameters(model)
         self._engine = Engine(model, capacity, cache_bytes, decode)
         self._clock = clock
         now = torch.get_num_threads()
@@ -225,6 +226,7 @@ def main(
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
         model = load_model(settings.model_dir)
+        add_adapter(model, config.lora, config.seed)
         worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
         started(worker)
         channel.send(GeneratorReady(worker.room, fingerprint()))

@@ -1,8 +1,6 @@
-"""GRPO's token loss (arXiv 2402.03300), in a form that streams.
+"""From an algorithm's token losses to a gradient that streams.
 
-    ratio_t = exp(policy_logprob_t - old_logprob_t)
-    loss_t  = -min(ratio_t · A, clip(ratio_t, 1 - clip_low, 1 + clip_high) · A) + beta · k3_t
-    k3_t    = exp(ref - policy) - (ref - policy) - 1          an unbiased, non-negative estimate of KL(policy, ref)
+    loss_t = the algorithm's · min(cap, old_prob / sampler_prob) + beta · KL estimate
 
 The loss of an update is a mean, and no mean is known before the last group is in (R3). So a micro-batch contributes
 a sum, `token_weights` gives each token its share of that sum, and the gradient is divided by `denominator` at the
@@ -12,57 +10,46 @@ optimizer step: gradients are linear.
     sequence      1 / length of its sequence   sequences
     token         1                            tokens               (DAPO, arXiv 2503.14476)
     constant      1 / max_new_tokens           sequences            (Dr. GRPO, arXiv 2503.20783)
+    sum           1                            sequences            (RLOO, arXiv 2402.14740)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from onbeat.algorithms.base import LossMean
 from onbeat.types import UpdateTotals
 
-LossMean = Literal["sequence", "token", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLoss:
-    """Per completion token, [T]."""
+def kl_estimate(policy_logprobs_T: torch.Tensor, ref_logprobs_T: torch.Tensor, kind: KlEstimator) -> torch.Tensor:
+    """Per token, of KL(policy, reference) under samples of the policy (Schulman, "Approximating KL divergence").
 
-    loss_T: torch.Tensor
-    kl_T: torch.Tensor | None
-    clipped_T: torch.Tensor
-    """Where the clip took the gradient away."""
+    k1 is unbiased and may be negative; k2 is biased, small and never negative; k3 is unbiased and never negative.
+    """
+    log_ratio_T = ref_logprobs_T - policy_logprobs_T
+    match kind:
+        case "k1":
+            return -log_ratio_T
+        case "k2":
+            return 0.5 * log_ratio_T.square()
+        case "k3":
+            return torch.exp(log_ratio_T) - log_ratio_T - 1.0
 
 
-def grpo_token_loss(
-    policy_logprobs_T: torch.Tensor,
-    old_logprobs_T: torch.Tensor,
-    ref_logprobs_T: torch.Tensor | None,
-    advantage_T: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    beta: float,
-) -> TokenLoss:
-    ratio_T = torch.exp(policy_logprobs_T - old_logprobs_T)
-    gain_T = ratio_T * advantage_T
-    clipped_gain_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage_T
-    loss_T = -torch.minimum(gain_T, clipped_gain_T)
-    kl_T = None
-    if ref_logprobs_T is not None:
-        log_ratio_T = ref_logprobs_T - policy_logprobs_T
-        kl_T = torch.exp(log_ratio_T) - log_ratio_T - 1.0
-        loss_T = loss_T + beta * kl_T
-    return TokenLoss(loss_T=loss_T, kl_T=kl_T, clipped_T=(clipped_gain_T < gain_T).detach())
+def importance_weights(old_logprobs_T: torch.Tensor, sampler_logprobs_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """Truncated importance sampling: what a token sampled from almost the old policy counts."""
+    return torch.exp(old_logprobs_T - sampler_logprobs_T).clamp(max=cap)
 
 
 def token_weights(length_T: torch.Tensor, mean: LossMean, max_new_tokens: int) -> torch.Tensor:
     match mean:
         case "sequence":
             return 1.0 / length_T
-        case "token":
+        case "token" | "sum":
             return torch.ones(length_T.shape)
         case "constant":
             return torch.full(length_T.shape, 1.0 / max_new_tokens)

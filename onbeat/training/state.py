@@ -1,6 +1,6 @@
 """A trainer rank's state as tensors with names: weights, optimizer moments, the number of updates.
 
-    model.NAME               a parameter
+    model.NAME               a trained parameter
     optimizer.KEY.NAME       what AdamW keeps for it: exp_avg, exp_avg_sq, step
     num_updates              optimizer steps so far, those that were skipped included
 
@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from onbeat.checkpoint import Tensor
 from onbeat.errors import CheckpointError
+from onbeat.lora import trained_parameters
 
 _DTYPES = {
     torch.float64: "F64",
@@ -34,7 +35,7 @@ def rank_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_upd
 
 
 def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model).items():
         yield f"model.{name}", parameter.detach()
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             yield f"optimizer.{key}.{name}", torch.as_tensor(value)
@@ -50,7 +51,7 @@ def load_rank_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pa
     load_weights(model, path)
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained_parameters(model).items():
             keys = ("exp_avg", "exp_avg_sq", "step")
             kept = {key: file.get_tensor(full).clone() for key in keys if (full := f"optimizer.{key}.{name}") in names}
             if kept:
@@ -62,7 +63,7 @@ def load_rank_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, pa
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """The weights alone."""
     with safe_open(path, framework="pt") as file:
-        parameters = dict(model.named_parameters())
+        parameters = trained_parameters(model)
         if {f"model.{name}" for name in parameters} != {name for name in file.keys() if name.startswith("model.")}:  # noqa: SIM118
             raise CheckpointError(f"{path} holds another model than {type(model).__name__} of this recipe")
         for name, parameter in parameters.items():

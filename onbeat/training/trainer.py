@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 
+from onbeat.algorithms.base import Tokens
+from onbeat.algorithms.catalogue import algorithm_of
 from onbeat.batch.layout import Layout, split_group
 from onbeat.checkpoint import Tensor
-from onbeat.config import Config, TrainerConfig
+from onbeat.config import Config, LoraSection, TrainerConfig
 from onbeat.device import load_model
+from onbeat.lora import add_adapter, save_model, trained_parameters
 from onbeat.protocols import UpdateReport
-from onbeat.training.losses import denominator, grpo_token_loss, token_weights
+from onbeat.training.losses import denominator, importance_weights, kl_estimate, token_weights
 from onbeat.training.state import load_rank_state, rank_state
 from onbeat.training.tri_model import Logprobs, TriModel
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -37,9 +40,10 @@ class _Sums:
     num_tokens: int = 0
 
 
-class GrpoTrainer:
+class PolicyTrainer:
     def __init__(self, config: Config, model_dir: str) -> None:
-        self._algorithm = config.algorithm
+        self._algorithm = algorithm_of(config.algorithm, loads="loss")
+        self._loss_settings = config.algorithm
         self._settings = config.trainer
         self._max_new_tokens = config.sampling.max_new_tokens
         self._planned_updates = config.num_updates
@@ -49,8 +53,12 @@ class GrpoTrainer:
             needs_old=config.schedule.updates_per_period > 1,
             needs_reference=config.algorithm.beta > 0,
             checkpointing=config.trainer.gradient_checkpointing,
+            lora=config.lora,
+            seed=config.seed,
         )
         self.model = self._models.policy
+        self._parameters = trained_parameters(self.model)
+        self._model_dir = model_dir
         self.why_not_shared = self._models.why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._optimizer = build_optimizer(self.model, config.trainer)
@@ -76,40 +84,47 @@ class GrpoTrainer:
                 self._backward(layout, self._models.logprobs(layout, prompt))
 
     def _backward(self, layout: Layout, logprobs: Logprobs) -> None:
-        algorithm = self._algorithm
-        token_loss = grpo_token_loss(
-            logprobs.policy_T,
-            logprobs.old_T,
-            logprobs.ref_T,
-            layout.advantage_T,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            beta=algorithm.beta,
+        algorithm, settings = self._algorithm, self._loss_settings
+        loss_T, clipped_T = algorithm.loss(
+            Tokens(
+                policy_logprobs_T=logprobs.policy_T,
+                old_logprobs_T=logprobs.old_T,
+                advantage_T=layout.advantage_T,
+                sequence_T=layout.sequence_T,
+                length_T=layout.length_T,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+            )
         )
-        weights_T = token_weights(layout.length_T, algorithm.loss_mean, self._max_new_tokens)
-        loss = (token_loss.loss_T * weights_T).sum()
+        if settings.importance_cap:
+            loss_T = loss_T * importance_weights(logprobs.old_T, layout.sampler_logprobs_T, settings.importance_cap)
+        kl_T = None
+        if logprobs.ref_T is not None:
+            kl_T = kl_estimate(logprobs.policy_T, logprobs.ref_T, settings.kl)
+            loss_T = loss_T + settings.beta * kl_T
+        loss = (loss_T * token_weights(layout.length_T, algorithm.loss_mean, self._max_new_tokens)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         sums = self._sums
         gap_T = (logprobs.policy_T.detach() - layout.sampler_logprobs_T).abs()
         sums.loss += loss.item()
-        sums.clipped += token_loss.clipped_T.sum().item()
+        sums.clipped += clipped_T.sum().item()
         sums.entropy += logprobs.entropy_T.sum().item()
         sums.gap += gap_T.sum().item()
         sums.gap_max = max(gap_T.max().item(), sums.gap_max)  # in this order a NaN stays one
         sums.num_tokens += len(gap_T)
-        if token_loss.kl_T is not None:
-            sums.kl = (sums.kl or 0.0) + token_loss.kl_T.sum().item()
+        if kl_T is not None:
+            sums.kl = (sums.kl or 0.0) + kl_T.sum().item()
 
     @torch.no_grad()
     def step(self, totals: UpdateTotals) -> UpdateReport:
         """Divide, clip, move the weights. Every parameter has a gradient, zero if need be: AdamW skips None."""
         divisor = denominator(totals, self._algorithm.loss_mean)
-        for parameter in self.model.parameters():
+        for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad /= divisor
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm).item()
         rate = learning_rate(self.num_updates, self._planned_updates, self._settings)
         finite = math.isfinite(norm) and math.isfinite(self._sums.loss)
         if finite:
@@ -145,7 +160,7 @@ class GrpoTrainer:
     def snapshot(self) -> tuple[int, int, str]:
         """The weights in sealed memory: (descriptor, size, digest). Opens a period."""
         self._models.open_period()
-        return self._writer.write(self.model.named_parameters())
+        return self._writer.write(self._parameters.items())
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank. Views: they change with the next step."""
@@ -157,17 +172,19 @@ class GrpoTrainer:
 
     def export(self, directory: Path) -> None:
         """The model in Hugging Face format."""
-        self.model.save_pretrained(directory)
+        save_model(self.model, self._model_dir, directory)
 
 
-def model_snapshot(model_dir: str) -> tuple[int, int, str]:
+def model_snapshot(model_dir: str, lora: LoraSection, seed: int) -> tuple[int, int, str]:
     """The weights of a model as they are on the disk, in sealed memory: (descriptor, size, digest)."""
-    return snapshot.write(load_model(model_dir).named_parameters())
+    model = load_model(model_dir)
+    add_adapter(model, lora, seed)
+    return snapshot.write(trained_parameters(model).items())
 
 
 def build_optimizer(model: torch.nn.Module, settings: TrainerConfig) -> torch.optim.AdamW:
     """AdamW with decay on matrices alone."""
-    parameters = list(model.parameters())
+    parameters = list(trained_parameters(model).values())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

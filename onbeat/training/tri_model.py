@@ -4,20 +4,23 @@ Each runs over the micro-batch right after the other, and only if it can matter:
 - old ≡ stop-gradient(policy) while the weights have not moved since the period opened: no forward at all. Its
   weights exist only if a period has several updates, and are copied just before the first of them moves the policy.
 - the reference exists only if the KL has a weight.
+With LoRA neither has weights of its own: both are the policy with another adapter (lora.py).
 (A group without advantage and without another loss term does not even get here: the loader elides it.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from onbeat.batch.layout import Layout
+from onbeat.config import LoraSection
 from onbeat.device import load_model
+from onbeat.lora import add_adapter, no_addition, trained_parameters, values, with_values
 from onbeat.training.forward import (
     PromptState,
     checkpoint_layers,
@@ -28,6 +31,8 @@ from onbeat.training.forward import (
     why_not_shared,
 )
 from onbeat.types import TrainGroup
+
+NO_LORA = LoraSection()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +57,26 @@ class TriPrompt:
 
 class TriModel:
     def __init__(
-        self, model_dir: str, *, temperature: float, needs_old: bool, needs_reference: bool, checkpointing: bool
+        self,
+        model_dir: str,
+        *,
+        temperature: float,
+        needs_old: bool,
+        needs_reference: bool,
+        checkpointing: bool,
+        lora: LoraSection = NO_LORA,
+        seed: int = 0,
     ) -> None:
         self.policy = load_model(model_dir).train()
+        add_adapter(self.policy, lora, seed)
         if checkpointing:
             checkpoint_layers(self.policy)
         self.why_not_shared = why_not_shared(self.policy)
-        self.old = _frozen(model_dir) if needs_old else None
-        self.reference = _frozen(model_dir) if needs_reference else None
+        self._has_adapter = lora.rank > 0
+        self.old = _frozen(model_dir) if needs_old and not self._has_adapter else None
+        self.reference = _frozen(model_dir) if needs_reference and not self._has_adapter else None
+        self._old_values = values(self.policy) if needs_old and self._has_adapter else None
+        self._reference_values = no_addition(self.policy) if needs_reference and self._has_adapter else None
         if self.why_not_shared is None:
             for model in (self.policy, self.old, self.reference):
                 if model is not None:
@@ -77,7 +94,25 @@ class TriModel:
         if not self._moved and self.old is not None:
             for old, policy in zip(self.old.parameters(), self.policy.parameters(), strict=True):
                 old.copy_(policy)
+        if not self._moved and self._old_values is not None:
+            for name, parameter in trained_parameters(self.policy).items():
+                self._old_values[name].copy_(parameter)
         self._moved = True
+
+    @contextmanager
+    def _as_old(self) -> Iterator[Any]:
+        """The old policy: a model of its own, or the policy with the adapter it had."""
+        with with_values(self.policy, self._old_values) if self._old_values is not None else nullcontext():
+            yield self.old or self.policy
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[Any]:
+        with with_values(self.policy, self._reference_values) if self._reference_values is not None else nullcontext():
+            yield self.reference or self.policy
+
+    @property
+    def _has_reference(self) -> bool:
+        return self.reference is not None or self._reference_values is not None
 
     def layout(self, groups: tuple[TrainGroup, ...]) -> Layout:
         return Layout.shared(groups) if self.why_not_shared is None else Layout.plain(groups)
@@ -90,19 +125,26 @@ class TriModel:
         with torch.no_grad():
             old_T = policy_T.detach()
             if self._moved:
-                old_T, _ = completion_logprobs(self.old, layout, self._temperature, prompt.old if prompt else None)
+                with self._as_old() as old:
+                    old_T, _ = completion_logprobs(old, layout, self._temperature, prompt.old if prompt else None)
             ref_T = None
-            if self.reference is not None:
+            if self._has_reference:
                 before = prompt.reference if prompt else None
-                ref_T, _ = completion_logprobs(self.reference, layout, self._temperature, before)
+                with self._as_reference() as reference:
+                    ref_T, _ = completion_logprobs(reference, layout, self._temperature, before)
         return Logprobs(policy_T=policy_T, old_T=old_T, ref_T=ref_T, entropy_T=entropy_T)
 
     @contextmanager
     def split_prompt(self, prompt_ids: tuple[int, ...]) -> Iterator[TriPrompt]:
         """The prompt of a group whose completions come in parts, under each model that runs (see forward.py)."""
         with torch.no_grad():
-            old = prompt_state(self.old, prompt_ids) if self._moved else None
-            reference = prompt_state(self.reference, prompt_ids) if self.reference is not None else None
+            old = reference = None
+            if self._moved:
+                with self._as_old() as model:
+                    old = prompt_state(model, prompt_ids)
+            if self._has_reference:
+                with self._as_reference() as model:
+                    reference = prompt_state(model, prompt_ids)
         with split_prompt(self.policy, prompt_ids) as policy:
             yield TriPrompt(policy=policy, old=old, reference=reference)
 

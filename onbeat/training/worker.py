@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from onbeat.checkpoint import write_part
+from onbeat.checkpoint import Tensor, write_part
 from onbeat.config import Config
 from onbeat.device import prepare_process
 from onbeat.errors import CheckpointError, InputError
@@ -39,12 +39,12 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.training.export import write_model
-from onbeat.training.trainer import GrpoTrainer, model_snapshot
+from onbeat.training.trainer import PolicyTrainer, model_snapshot
 from onbeat.wire import Channel
 
 
 class TrainerWorker:
-    def __init__(self, channel: Channel[ToTrainer], trainer: GrpoTrainer, model_dir: Path) -> None:
+    def __init__(self, channel: Channel[ToTrainer], trainer: PolicyTrainer, model_dir: Path) -> None:
         self._channel = channel
         self._trainer = trainer
         self._model_dir = model_dir
@@ -73,18 +73,20 @@ class TrainerWorker:
                 self._send(PartSaved(self._trainer.num_updates, None, "the weights have moved"))
             case SavePart(directory=directory):
                 self._finish_saving()
-                self._saving = threading.Thread(target=self._save, args=(Path(directory),), name="saving")
+                # Taken here: in the middle of a micro-batch the adapter is the reference's for a moment (lora.py).
+                arguments = Path(directory), self._trainer.num_updates, self._trainer.state()
+                self._saving = threading.Thread(target=self._save, args=arguments, name="saving")
                 self._saving.start()
             case Export(directory=directory):
                 self._send(Exported(self._export(Path(directory))))
 
-    def _save(self, directory: Path) -> None:
+    def _save(self, directory: Path, num_updates: int, state: dict[str, Tensor]) -> None:
         try:
-            part = write_part(directory, "rank-0.safetensors", self._trainer.state())
-            self._send(PartSaved(self._trainer.num_updates, part))
+            part = write_part(directory, "rank-0.safetensors", state)
+            self._send(PartSaved(num_updates, part))
         except Exception as error:  # whatever it is, somebody waits for the answer
             problem = str(error) if isinstance(error, CheckpointError) else raised(error)
-            self._send(PartSaved(self._trainer.num_updates, None, problem))
+            self._send(PartSaved(num_updates, None, problem))
 
     def _export(self, directory: Path) -> str | None:
         try:
@@ -109,7 +111,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     try:
         config = Config.model_validate_json(settings.config)
         prepare_process(config.trainer.threads)
-        trainer = GrpoTrainer(config, settings.model_dir)
+        trainer = PolicyTrainer(config, settings.model_dir)
         if settings.checkpoint is not None:
             trainer.restore(Path(settings.checkpoint))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -125,7 +127,8 @@ def publish_model(sock: socket.socket, settings_bytes: bytes) -> None:
     settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
     channel: Channel[ToTrainer] = Channel(sock, ToTrainer)
     try:
-        fd, num_bytes, digest = model_snapshot(settings.model_dir)
+        config = Config.model_validate_json(settings.config)
+        fd, num_bytes, digest = model_snapshot(settings.model_dir, config.lora, config.seed)
         channel.send(SnapshotTaken(0, digest, num_bytes), [fd])
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))

@@ -29,7 +29,7 @@ from transformers import (
 
 from onbeat.errors import InputError
 from onbeat.rollout.engine import Engine, probe_invariance
-from onbeat.rollout.head import PackedHead
+from onbeat.rollout.packed import Packed
 from onbeat.types import Completion, GroupRequest
 from tests.fakes.models import (
     ALL_ARCHITECTURES,
@@ -78,14 +78,14 @@ def one_thread() -> Iterator[None]:
 @given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
 @settings(max_examples=12)
 def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: list[Arrival], rows: int) -> None:
-    check_invariance(architecture, schedule, rows)
+    check_invariance(tiny_model(architecture), schedule, rows)
 
 
 @given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
 @settings(max_examples=10)
 def test_completions_do_not_depend_on_the_batch_with_two_threads(schedule: list[Arrival], rows: int) -> None:
     torch.set_num_threads(2)
-    check_invariance("llama", schedule, rows)
+    check_invariance(tiny_model("llama"), schedule, rows)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -114,8 +114,7 @@ def test_completions_do_not_depend_on_threads_which_may_change_at_any_step(
             assert together.get(name, completion) == completion
 
 
-def check_invariance(architecture: str, schedule: list[Arrival], rows: int) -> None:
-    model = tiny_model(architecture)
+def check_invariance(model: Any, schedule: list[Arrival], rows: int) -> None:
     wanted = [
         request(slot, arrival.prompt, arrival.group_size, sampling(arrival.max_new_tokens, stops=STOPS))
         for slot, arrival in enumerate(schedule)
@@ -146,20 +145,20 @@ def run_together(
     return found | drain(engine)
 
 
-@pytest.mark.parametrize("shape", [(49152, 576), (1000, 2048), (97, 65)])
+@pytest.mark.parametrize("shape", [(49152, 576), (1000, 2048), (97, 65), (1, 576), (5, 64), (16, 576), (12, 1536)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_of_the_packed_head_depends_on_that_row_alone(shape: tuple[int, int], threads: int) -> None:
+def test_a_row_of_a_packed_layer_depends_on_that_row_alone(shape: tuple[int, int], threads: int) -> None:
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(shape[1], shape[0], bias=False)
-    head.weight.data = torch.randn(shape, generator=generator)
+    layer = torch.nn.Linear(shape[1], shape[0], bias=False)
+    layer.weight.data = torch.randn(shape, generator=generator)
     rows = torch.randn(80, shape[1], generator=generator)
     with torch.inference_mode():
-        packed = PackedHead(head)
+        packed = Packed(layer)
         together = packed(rows)
         for first, last in [(0, 1), (1, 3), (7, 10), (20, 24), (5, 37), (16, 80), (3, 80)]:
             assert torch.equal(packed(rows[first:last]), together[first:last])
-        torch.testing.assert_close(together.double(), rows.double() @ head.weight.double().T, atol=2e-3, rtol=1e-5)
+        torch.testing.assert_close(together.double(), rows.double() @ layer.weight.double().T, atol=2e-3, rtol=1e-5)
 
 
 def test_new_weights_reach_the_packed_head_with_their_version() -> None:

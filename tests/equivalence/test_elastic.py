@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.algorithms.catalogue import ALGORITHMS
 from onbeat.errors import NoGeneratorsError, WorkerError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
@@ -37,7 +38,7 @@ SETTINGS = LoaderSettings(
     order="dispatch",
     group_size=8,
     sampling=SAMPLING,
-    scale_advantages=True,
+    algorithm=ALGORITHMS["grpo"],
     elide=True,
     pack_tokens=60,
 )
@@ -63,7 +64,8 @@ class Company:
         self.opened = False
         self.pool = Pool(warn=self.said.append)
         self.channel = MemoryChannel(self.pool)
-        self.crew = Crew(self.pool, self.start, self.channel.bring, self.said.append, self.max_deaths)
+        say = self.said.append
+        self.crew = Crew(self.pool, self.start, self.channel.bring, say, say, self.max_deaths)
         self.trainer = FakeTrainer(random.Random(self.seed))
 
     def make(self, name: str) -> FakeGenerator:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
-from onbeat.training.trainer import GrpoTrainer
+from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from tests.equivalence.test_gradients import random_group
 from tests.fakes.models import tiny_model
@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1) -> GrpoTrainer:
+def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1) -> PolicyTrainer:
     config = from_tree(
         {
             "model": {"path": model_dir},
@@ -41,10 +41,10 @@ def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1) -> GrpoTra
             "schedule": {"updates_per_period": updates},
         }
     )
-    return GrpoTrainer(config, model_dir)
+    return PolicyTrainer(config, model_dir)
 
 
-def gradients(trainer: GrpoTrainer, groups: list[TrainGroup]) -> list[torch.Tensor]:
+def gradients(trainer: PolicyTrainer, groups: list[TrainGroup]) -> list[torch.Tensor]:
     for index, group in enumerate(groups):
         trainer.accumulate(MicroBatch(period=0, update=0, index=index, rank=0, groups=(group,)))
     found = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in trainer.model.parameters()]
@@ -77,7 +77,7 @@ def test_the_reference_is_not_run_when_the_kl_has_no_weight(model_dir: str, seed
     elided = gradients(make_trainer(model_dir), random_groups(seed))
     trainer = make_trainer(model_dir, beta=0.5)
     assert trainer._models.reference is not None
-    trainer._algorithm = trainer._algorithm.model_copy(update={"beta": 0.0})
+    trainer._loss_settings = trainer._loss_settings.model_copy(update={"beta": 0.0})
     assert_same_bits(gradients(trainer, random_groups(seed)), elided)
     assert make_trainer(model_dir)._models.reference is None
 

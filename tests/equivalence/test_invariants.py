@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from onbeat.algorithms.catalogue import ALGORITHMS
 from onbeat.errors import (
     InputError,
     MissingSlotsError,
@@ -31,7 +32,7 @@ from tests.fakes.roles import SAMPLING, FakeGenerator, FakeScorer, make_prompts
 from tests.fakes.virtual_time import run_virtual
 
 SETTINGS = LoaderSettings(
-    mode="periodic", order="dispatch", group_size=3, sampling=SAMPLING, scale_advantages=True, elide=False,
+    mode="periodic", order="dispatch", group_size=3, sampling=SAMPLING, algorithm=ALGORITHMS["grpo"], elide=False,
     pack_tokens=1,
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.algorithms.catalogue import ALGORITHMS
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings
 from onbeat.rollout.pool import Pool
@@ -85,7 +86,7 @@ def loader_settings(case: Case, mode: str = "periodic", order: str = "dispatch")
         order=order,  # type: ignore[arg-type]
         group_size=case.group_size,
         sampling=SAMPLING,
-        scale_advantages=True,
+        algorithm=ALGORITHMS["grpo"],
         elide=case.elide,
         updates_per_period=case.updates,
         pack_tokens=case.pack_tokens,

@@ -32,14 +32,14 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 class RunProcess:
-    def __init__(self, run_dir: Path, **overrides: Any) -> None:
+    def __init__(self, run_dir: Path, recipe: str = RECIPE, **overrides: Any) -> None:
         self.run_dir = run_dir
         self._mark = f"ONBEAT_TEST_MARK={uuid.uuid4()}"
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
         flags = [text for key, value in {**SMALL, **keys}.items() for text in (f"--{key}", str(value))]
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "onbeat.cli", "train", RECIPE, "--run.dir", str(run_dir), *flags],
+            [sys.executable, "-m", "onbeat.cli", "train", recipe, "--run.dir", str(run_dir), *flags],
             env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,6 +57,11 @@ class RunProcess:
     def alive(self) -> dict[int, str]:
         """Every living process of the run: pid and name."""
         return marked_processes(self._mark)
+
+    def peak_bytes(self, name: str) -> int:
+        """The most memory that one of them has held so far."""
+        status = Path(f"/proc/{self.pid_of(name)}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def pid_of(self, name: str) -> int:
         return next(pid for pid, known in self.alive().items() if known == name)

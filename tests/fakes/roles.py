@@ -228,7 +228,9 @@ class Silent:
     def evaluated(self, version: int, evaluated: Evaluated) -> None: ...
     async def boundary(self, version: int) -> None: ...
 
-    def period_closed(self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport]) -> None:
+    def period_closed(
+        self, version: int, groups: list[Group], num_elided: int, reports: list[UpdateReport], num_replaced: int = 0
+    ) -> None:
         self.groups[version] = groups
 
 

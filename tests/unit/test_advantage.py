@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -10,9 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.group.advantage import group_advantages
+from onbeat.algorithms.grpo import centred, scaled
+from onbeat.group.assemble import rewards as rewards_of
 from onbeat.group.assemble import train_group
 from onbeat.types import Completion, Group, Prompt, Rollout
+
+
+def group_advantages(rewards: Sequence[float], *, scale: bool) -> tuple[float, ...]:
+    return scaled(rewards) if scale else centred(rewards)
+
 
 REWARD = st.floats(-1000.0, 1000.0)
 GROUP = st.lists(REWARD, min_size=2, max_size=64)
@@ -78,7 +85,8 @@ def rollout(sample: int, reward: float | None) -> Rollout:
 def test_unscorable_rollouts_are_out_of_the_group_and_of_its_baseline(rewards: list[float | None], scale: bool) -> None:
     prompt = Prompt(prompt_id="p", token_ids=(1, 2, 3), source="", columns={})
     group = Group(slot=4, prompt=prompt, rollouts=tuple(rollout(n, reward) for n, reward in enumerate(rewards)))
-    result = train_group(group, scale_advantages=scale)
+    advantages = group_advantages(rewards_of(group, max_new_tokens=8, overlong_buffer=0), scale=scale)
+    result = train_group(group, advantages, masks_truncated=False)
     scorable = [n for n, reward in enumerate(rewards) if reward is not None]
     assert (result.slot, result.prompt_ids) == (4, (1, 2, 3))
     assert result.completion_ids == tuple((n, 9) for n in scorable)

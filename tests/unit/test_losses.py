@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
@@ -11,94 +10,44 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.algorithms.base import LossMean
 from onbeat.config import TrainerConfig
-from onbeat.training.losses import LossMean, denominator, grpo_token_loss, token_weights
+from onbeat.training.losses import KlEstimator, denominator, importance_weights, kl_estimate, token_weights
 from onbeat.training.trainer import learning_rate
 from onbeat.types import UpdateTotals
 
-MEANS: list[LossMean] = ["sequence", "token", "constant"]
+MEANS: list[LossMean] = ["sequence", "token", "constant", "sum"]
 
 
-def expected_token(
-    policy: float, old: float, ref: float | None, advantage: float, *, clip_low: float, clip_high: float, beta: float
-) -> tuple[float, float, bool]:
-    """Loss, its derivative by the policy's log-probability, and whether the clip took the gradient away."""
-    ratio = math.exp(policy - old)
-    clipped = (advantage > 0 and ratio > 1 + clip_high) or (advantage < 0 and ratio < 1 - clip_low)
-    if clipped:
-        bound = 1 + clip_high if advantage > 0 else 1 - clip_low
-        loss, slope = -bound * advantage, 0.0
-    else:
-        loss = slope = -ratio * advantage
-    if ref is not None:
-        loss += beta * (math.exp(ref - policy) - (ref - policy) - 1)
-        slope += beta * (1 - math.exp(ref - policy))
-    return loss, slope, clipped
+# The KL, and what a sampler's error costs
 
 
-@pytest.mark.parametrize("has_reference", [False, True])
-@pytest.mark.parametrize("distance", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_are_those_of_the_formula(seed: int, distance: float, has_reference: bool) -> None:
-    """`distance` is how far the policy has gone from the old one: at 2 the clip is active on most tokens."""
-    rng = random.Random(seed)
-    size = 200
-    old = [-rng.expovariate(1.0) for _ in range(size)]
-    policy = [value + rng.gauss(0.0, distance) for value in old]
-    ref = [value + rng.gauss(0.0, 0.5) for value in old] if has_reference else None
-    advantage = [rng.choice([0.0, rng.gauss(0.0, 1.0)]) for _ in range(size)]
-    options = {"clip_low": 0.2, "clip_high": 0.28, "beta": 0.7 if has_reference else 0.0}
-
-    policy_T = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
-    result = grpo_token_loss(
-        policy_T,
-        torch.tensor(old, dtype=torch.float64),
-        torch.tensor(ref, dtype=torch.float64) if ref else None,
-        torch.tensor(advantage, dtype=torch.float64),
-        **options,
-    )
-    (gradient_T,) = torch.autograd.grad(result.loss_T.sum(), policy_T)
-
-    expected = [
-        expected_token(policy[t], old[t], ref[t] if ref else None, advantage[t], **options) for t in range(size)
-    ]
-    torch.testing.assert_close(
-        result.loss_T.detach(), torch.tensor([loss for loss, _, _ in expected], dtype=torch.float64)
-    )
-    torch.testing.assert_close(gradient_T, torch.tensor([slope for _, slope, _ in expected], dtype=torch.float64))
-    assert result.clipped_T.tolist() == [clipped for _, _, clipped in expected]
-    assert any(clipped for _, _, clipped in expected) == (distance > 0)
-    if ref is None:
-        assert result.kl_T is None
-    else:
-        assert result.kl_T is not None
-        torch.testing.assert_close(
-            result.kl_T.detach(),
-            torch.tensor(
-                [math.exp(r - p) - (r - p) - 1 for r, p in zip(ref, policy, strict=True)], dtype=torch.float64
-            ),
-        )
-
-
-def test_on_policy_the_gradient_is_that_of_the_log_probability_times_the_advantage() -> None:
-    policy_T = torch.randn(50, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    advantage_T = torch.randn(50, generator=torch.Generator().manual_seed(1))
-    result = grpo_token_loss(policy_T, policy_T.detach(), None, advantage_T, clip_low=0.2, clip_high=0.2, beta=0.0)
-    (gradient_T,) = torch.autograd.grad(result.loss_T.sum(), policy_T)
-    assert torch.equal(gradient_T, -advantage_T)
-    assert not result.clipped_T.any()
-
-
-def test_the_kl_estimate_is_never_negative_and_zero_at_the_reference() -> None:
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimates_are_those_of_the_formulas(kind: KlEstimator) -> None:
     policy_T = torch.linspace(-5.0, 0.0, 101, dtype=torch.float64)
-    zero_T = torch.zeros(101, dtype=torch.float64)
-    result = grpo_token_loss(
-        policy_T, policy_T, torch.full_like(policy_T, -2.5), zero_T, clip_low=0.2, clip_high=0.2, beta=0.5
-    )
-    assert result.kl_T is not None
-    assert (result.kl_T >= 0).all()
-    assert result.kl_T[50] == 0.0
-    torch.testing.assert_close(result.loss_T, 0.5 * result.kl_T)
+    ref_T = torch.full_like(policy_T, -2.5)
+    expected = {
+        "k1": [p + 2.5 for p in policy_T.tolist()],
+        "k2": [(p + 2.5) ** 2 / 2 for p in policy_T.tolist()],
+        "k3": [math.exp(-2.5 - p) - (-2.5 - p) - 1 for p in policy_T.tolist()],
+    }[kind]
+    found_T = kl_estimate(policy_T, ref_T, kind)
+    assert found_T.tolist() == pytest.approx(expected)
+    assert found_T[50] == 0.0
+    assert kind == "k1" or (found_T >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind: KlEstimator) -> None:
+    policy, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (policy * (policy / ref).log()).sum()
+    assert torch.allclose((policy * kl_estimate(policy.log(), ref.log(), kind)).sum(), exact)
+
+
+def test_importance_weights_are_truncated_at_the_cap() -> None:
+    old_T, sampler_T = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -3.0, -0.5])
+    found = importance_weights(old_T, sampler_T, cap=2.0).tolist()
+    assert found == pytest.approx([1.0, 2.0, math.exp(-0.5)])
 
 
 # Means that stream
@@ -110,6 +59,8 @@ def direct_mean(losses: list[list[float]], mean: LossMean, max_new_tokens: int) 
         return sum(map(sum, losses)) / sum(map(len, losses))
     if mean == "sequence":
         return sum(sum(sequence) / len(sequence) for sequence in losses) / len(losses)
+    if mean == "sum":
+        return sum(map(sum, losses)) / len(losses)
     return sum(sum(sequence) / max_new_tokens for sequence in losses) / len(losses)
 
 

@@ -1,0 +1,134 @@
+"""LoRA (arXiv 2106.09685): train a low-rank addition to some weights, and leave the weights alone.
+
+    y = W x + (alpha / rank) · B A x          A random, B zero at the start: the model begins as it is
+
+peft puts A and B into the model, in trainer and generators alike; here is what onbeat does with them:
+
+- trained, published, loaded and saved is what `trained_parameters` names: A and B alone;
+- old policy and reference are the same model with other values of A and B for a moment (`with_values`): those of the
+  period's start, and zeros. No second copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onbeat.config import LoraSection
+from onbeat.device import load_model
+from onbeat.errors import InputError
+
+_ADAPTER = "default"
+
+
+def add_adapter(model: Any, section: LoraSection, seed: int) -> None:
+    """Put A and B into the model and freeze everything else; the same values for the same seed."""
+    if not section.rank:
+        return
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise InputError("lora.rank needs peft: pip install 'onbeat[lora]'") from None
+    settings: dict[str, Any] = {
+        "r": section.rank,
+        "lora_alpha": section.alpha,
+        "target_modules": list(section.targets) or "all-linear",
+        "task_type": "CAUSAL_LM",
+    }
+    before = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        inject_adapter_in_model(LoraConfig(**settings), model, _ADAPTER)
+    except ValueError as error:
+        raise InputError(f"lora.targets = {list(section.targets)}: {error}") from None
+    finally:
+        torch.random.set_rng_state(before)
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What the optimizer moves: all, or A and B."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of what is trained, as it is now."""
+    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
+
+
+def no_addition(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The values with which the model is what it was before: every B zero."""
+    return {
+        name: torch.zeros_like(parameter)
+        for name, parameter in trained_parameters(model).items()
+        if "lora_B" in name
+    }  # fmt: skip
+
+
+def some_addition(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Values with which the adapter has a say in every bit; none without an adapter."""
+    return {
+        name: 0.01 * torch.arange(1, 1 + value.numel()).sin().view_as(value)
+        for name, value in no_addition(model).items()
+    }
+
+
+def first_layers(model: Any) -> list[Any]:
+    """The layers that hold the A's; none without an adapter."""
+    return [layer for name, layer in model.named_modules() if name.endswith(f"lora_A.{_ADAPTER}")]
+
+
+@contextmanager
+def with_values(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """The model with other values of what is trained. A graph that was built before may run its backward after, and a
+    view of a value that was taken before (a checkpoint being written) shows the same value during it."""
+    parameters = trained_parameters(model)
+
+    def exchange() -> None:
+        for name, value in others.items():
+            parameters[name].data, value.data = value.data, parameters[name].data
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
+
+
+def save_model(model: Any, model_dir: str, directory: Path) -> None:
+    """In Hugging Face format; with an adapter: merged, and the adapter beside it."""
+    if not hasattr(model, "peft_config"):
+        model.save_pretrained(directory)
+        return
+    merged = load_model(model_dir)
+    merge_into(merged, model)
+    merged.save_pretrained(directory)
+    save_adapter(model, directory / "adapter", model_dir)
+
+
+@torch.no_grad()
+def merge_into(plain: torch.nn.Module, model: Any) -> None:
+    """Give a model without adapter the weights that this one comes to with its adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    targets = dict(plain.named_parameters())
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
+    for name, layer in layers.items():
+        targets[f"{name}.weight"].add_(layer.get_delta_weight(_ADAPTER))
+
+
+def save_adapter(model: Any, directory: Path, base: str) -> None:
+    """As peft writes it: `PeftModel.from_pretrained(base_model, directory)` opens it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = model.peft_config[_ADAPTER]
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(directory)
+    weights = get_peft_model_state_dict(model, adapter_name=_ADAPTER)
+    save_file({f"base_model.model.{name}": value.contiguous() for name, value in weights.items()},
+              directory / "adapter_model.safetensors")  # fmt: skip
