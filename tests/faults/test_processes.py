@@ -34,7 +34,7 @@ def test_sigkill_of_the_controller_leaves_nothing_behind(tmp_path: Path) -> None
     assert max(counts) >= 6  # controller, two fork servers, trainer, generators, reward worker
 
 
-@pytest.mark.integration
+@pytest.mark.full
 def test_sigkill_of_the_controller_at_20_random_moments_leaves_nothing_behind(tmp_path: Path) -> None:
     rng = random.Random(20)
     counts = [kill_the_controller(tmp_path / str(number), rng.uniform(0.1, 12.0)) for number in range(20)]

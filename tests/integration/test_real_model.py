@@ -70,7 +70,7 @@ def test_smollm2_ends_with_the_same_weights_in_sync_and_periodic_with_two_genera
     assert len(digests) == 1
 
 
-@pytest.mark.integration
+@pytest.mark.full
 def test_with_lora_far_less_is_published_and_the_trainer_needs_less_memory_by_more_than_the_model(
     tmp_path: Path,
 ) -> None:
