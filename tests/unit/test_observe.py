@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from onbeat.errors import ConfigError, InputError, NumbersError
 from onbeat.observe.health import EQUAL_PERIODS, Health
-from onbeat.observe.intervals import length, overlap
+from onbeat.observe.intervals import length, of_lane, overlap
 from onbeat.observe.metrics import accuracy, evaluation_metrics, group_metrics, mean, update_metrics
 from onbeat.observe.recorder import Recorder, number, percent
 from onbeat.observe.trace import Trace
@@ -242,6 +242,12 @@ def test_lengths_and_overlaps_are_those_of_the_seconds_one_by_one(left: Any, rig
 
     assert length(left) == len(seconds(left))
     assert overlap(left, right) == len(seconds(left) & seconds(right))
+
+
+def test_a_lane_is_told_from_one_whose_name_goes_on() -> None:
+    spans = [("generator-1", 0.0, 1.0), ("generator-10", 2.0, 5.0), ("generator-host-3", 6.0, 7.0)]
+    assert length(of_lane(spans, "generator-1", 0.0, 10.0)) == 1.0
+    assert length(of_lane(spans, "generator", 0.0, 10.0)) == 5.0
 
 
 def test_a_periods_seconds_are_accounted_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

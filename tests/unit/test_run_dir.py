@@ -110,6 +110,19 @@ def test_a_ledger_that_lost_lines_or_was_changed_is_no_base_and_the_checkpoint_b
         opened(configuration, resume=True)
 
 
+def test_checkpoints_that_were_refused_are_set_aside_and_do_not_push_out_the_good_one(tmp_path: Path) -> None:
+    configuration = begun(tmp_path, versions=(1, 2, 3))
+    for version in (2, 3):
+        (tmp_path / "checkpoints" / f"version-{version:06d}" / "rank-0.safetensors").write_bytes(b"damaged")
+    run_dir, _ = opened(configuration, resume=True)
+    assert run_dir.checkpoint is not None
+    assert run_dir.checkpoint.manifest.version == 1
+    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
+    store.prune()
+    assert store.versions() == [1]
+    assert (tmp_path / "checkpoints" / "refused-version-000003").is_dir()
+
+
 def test_a_run_that_is_further_than_the_recipe_wants_is_not_cut(tmp_path: Path) -> None:
     begun(tmp_path, versions=(3,))
     with pytest.raises(ConfigError, match=r"--resume: 3 periods are done, and schedule.periods = 2"):
