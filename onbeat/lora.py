@@ -76,11 +76,6 @@ def some_addition(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def first_layers(model: Any) -> list[Any]:
-    """The layers that hold the A's; none without an adapter."""
-    return [layer for name, layer in model.named_modules() if name.endswith(f"lora_A.{_ADAPTER}")]
-
-
 @contextmanager
 def with_values(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The model with other values of what is trained. A graph that was built before may run its backward after, and a

@@ -15,6 +15,8 @@ tokens alone, so:
 - samples of a group start together and are always of the same length: no key is padded, nothing is masked;
 - at least MIN_ROWS rows go through every matrix product whose rows are counted by samples: fewer take another kernel.
   (A sample's products with its own keys have a row per head that shares them: that is the model's, not the batch's.)
+- samples share a product with their prompt's keys if it is large whatever their number, else each has its own: a small
+  product, or one product instead of one per head of keys, takes another kernel with more rows.
 tests/equivalence/test_batch_invariance.py holds this, because it rests on the libraries' kernels.
 """
 
@@ -31,6 +33,8 @@ from onbeat.admission import MIN_ROWS
 from onbeat.attention import causal_mask, refuse_unsupported
 
 CHUNK_TOKENS = 128
+_SHARED = 1024
+"""Numbers in a head's keys of a prompt from which on samples share a product with them."""
 ATTENTION = "onbeat_cached"
 """The name under which transformers finds `cached_attention`."""
 
@@ -178,9 +182,14 @@ class Tokens:
         seen = cache.prompt_length if window is None else min(cache.prompt_length, max(0, window - 1 - at))
         if seen:
             prompt_k, prompt_v = cache.prompt[layer][:, :, cache.prompt_length - seen :]
-            by_head = (heads, scores.shape[0] // heads * scores.shape[1])
-            prompt_scores = torch.bmm(q.view(*by_head, dim), prompt_k.mT)
-            weights = torch.softmax(torch.cat([prompt_scores, scores.view(*by_head, -1)], dim=-1), dim=-1)
+            products = (heads, rows * q.shape[1])
+            if heads == 1 or seen * dim < _SHARED:
+                products = (heads * rows, q.shape[1])
+                prompt_k, prompt_v = (
+                    one[:, None].expand(-1, rows, -1, -1).flatten(0, 1) for one in (prompt_k, prompt_v)
+                )
+            prompt_scores = torch.bmm(q.view(*products, dim), prompt_k.mT)
+            weights = torch.softmax(torch.cat([prompt_scores, scores.view(*products, -1)], dim=-1), dim=-1)
             out = torch.bmm(weights[:, :, :seen], prompt_v).view(q.shape)
             out = torch.baddbmm(out, weights[:, :, seen:].view(scores.shape), own_v)
         else:

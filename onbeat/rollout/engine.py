@@ -26,7 +26,7 @@ from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.lora import some_addition, with_values
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
-from onbeat.rollout.packed import Packed, pack, standing_in
+from onbeat.rollout.invariant import StandIn, stand_ins, standing_in
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
 from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest, Sampling
@@ -136,8 +136,8 @@ class Engine:
         self._groups: list[_Group] = []
         """Admitted, in that order."""
         self._version = -1
-        self._packed: list[Packed] | None = None
-        """Of the current version; None until they are needed."""
+        self._stand_ins: list[StandIn] | None = None
+        """With the weights of the current version; None until they are needed."""
         self.num_tokens = 0
         """Sampled since the engine was made."""
 
@@ -149,7 +149,7 @@ class Engine:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        self._packed = None
+        self._stand_ins = None
 
     @property
     def idle(self) -> bool:
@@ -226,9 +226,9 @@ class Engine:
         token_ids += [0] * (MIN_ROWS - len(token_ids))
         positions += [0] * (MIN_ROWS - len(positions))
         wanted += [0] * (MIN_ROWS - len(wanted))
-        if self._packed is None:
-            self._packed = pack(self._model)
-        with standing_in(self._packed):
+        if self._stand_ins is None:
+            self._stand_ins = stand_ins(self._model)
+        with standing_in(self._stand_ins):
             output = self._model(
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.tensor([positions]),
@@ -303,15 +303,15 @@ def _probe(model: Any, other_threads: Sequence[int]) -> Invariance:
     threads = torch.get_num_threads()
     vocabulary = model.config.get_text_config().vocab_size
     sampling = Sampling(temperature=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
-    lengths = (3, 40, CHUNK_TOKENS + 12)
+    lengths = (1, 3, 12, 40, CHUNK_TOKENS + 12)
     prompts = [tuple(1 + (7 * i + 13 * n) % (vocabulary - 1) for i in range(n)) for n in lengths]
     requests = [
-        GroupRequest(stream="eval", period=0, slot=slot, samples=tuple(range(8)), token_ids=prompt, sampling=sampling)
+        GroupRequest(stream="eval", period=0, slot=slot, samples=tuple(range(7)), token_ids=prompt, sampling=sampling)
         for slot, prompt in enumerate(prompts)
     ]
 
     def run(batch: list[GroupRequest]) -> dict[tuple[int, int], Completion]:
-        engine = Engine(model, max_sequences=8 * len(batch))
+        engine = Engine(model, max_sequences=7 * len(batch))
         for request in batch:
             engine.add(request)
         found = {}

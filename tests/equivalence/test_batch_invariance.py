@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from scipy import stats
 from transformers import (
     BloomConfig,
@@ -28,8 +30,9 @@ from transformers import (
 )
 
 from onbeat.errors import InputError
+from onbeat.rollout import cache
 from onbeat.rollout.engine import Engine, probe_invariance
-from onbeat.rollout.packed import Packed
+from onbeat.rollout.invariant import Packed, gelu, gelu_tanh, silu, stand_ins
 from onbeat.types import Completion, GroupRequest
 from tests.fakes.models import (
     ALL_ARCHITECTURES,
@@ -59,7 +62,7 @@ arrivals = st.builds(
     prompt=(st.integers(1, 80) | st.integers(1, 400)).flatmap(
         lambda n: st.integers(0, 1000).map(lambda s: tuple((s + 5 * i * i + i) % VOCABULARY for i in range(n)))
     ),
-    group_size=st.integers(1, 5),
+    group_size=st.integers(2, 9),
     at_step=st.integers(0, 12),
     cancelled_at=st.none() | st.integers(0, 15),
     max_new_tokens=st.integers(1, 40),
@@ -75,17 +78,21 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
-@given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
-@settings(max_examples=12)
+@given(schedule=st.lists(arrivals, min_size=2, max_size=4), rows=st.integers(9, 24))
+@settings(max_examples=10)
 def test_completions_do_not_depend_on_the_batch(architecture: str, schedule: list[Arrival], rows: int) -> None:
     check_invariance(tiny_model(architecture), schedule, rows)
 
 
-@given(schedule=st.lists(arrivals, min_size=2, max_size=6), rows=st.integers(5, 24))
-@settings(max_examples=10)
-def test_completions_do_not_depend_on_the_batch_with_two_threads(schedule: list[Arrival], rows: int) -> None:
-    torch.set_num_threads(2)
-    check_invariance(tiny_model("llama"), schedule, rows)
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@given(schedule=st.lists(arrivals, min_size=2, max_size=4), rows=st.integers(9, 24))
+@settings(max_examples=4)
+def test_completions_do_not_depend_on_the_batch_with_more_threads(
+    architecture: str, threads: int, schedule: list[Arrival], rows: int
+) -> None:
+    torch.set_num_threads(threads)
+    check_invariance(tiny_model(architecture), schedule, rows)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -124,9 +131,10 @@ def check_invariance(model: Any, schedule: list[Arrival], rows: int) -> None:
         (slot, sample) for slot, a in enumerate(schedule) if a.cancelled_at is None for sample in range(a.group_size)
     }
     for one in wanted:
-        for name, completion in generate_alone(model, one).items():
-            if name in together:
-                assert together[name] == completion
+        for samples in (one.samples[:1], one.samples[1:]):
+            for name, completion in generate_alone(model, structs.replace(one, samples=samples)).items():
+                if name in together:
+                    assert together[name] == completion
 
 
 def run_together(
@@ -159,6 +167,29 @@ def test_a_row_of_a_packed_layer_depends_on_that_row_alone(shape: tuple[int, int
         for first, last in [(0, 1), (1, 3), (7, 10), (20, 24), (5, 37), (16, 80), (3, 80)]:
             assert torch.equal(packed(rows[first:last]), together[first:last])
         torch.testing.assert_close(together.double(), rows.double() @ layer.weight.double().T, atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(silu, F.silu), (gelu, F.gelu), (gelu_tanh, lambda x: F.gelu(x, approximate="tanh"))],
+    ids=["silu", "gelu", "gelu_tanh"],
+)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_row_of_an_activation_depends_on_that_row_alone(ours: Any, theirs: Any, threads: int) -> None:
+    rows = 4 * torch.randn(900, 100, generator=torch.Generator().manual_seed(0))
+    together = ours(rows)
+    torch.set_num_threads(threads)
+    for first, last in [(0, 1), (1, 4), (7, 12), (5, 342), (16, 359), (3, 900)]:
+        assert torch.equal(ours(rows[first:last]), together[first:last])
+    torch.testing.assert_close(together, theirs(rows), atol=1e-6, rtol=1e-5)
+
+
+def test_every_activation_of_these_models_has_a_stand_in() -> None:
+    for architecture in ALL_ARCHITECTURES:
+        model = tiny_model(architecture)
+        layers = [layer for name, layer in model.named_modules() if name.endswith(("act_fn", "activation_fn"))]
+        assert layers
+        assert set(map(id, layers)) <= {id(other.layer) for other in stand_ins(model)}
 
 
 def test_new_weights_reach_the_packed_head_with_their_version() -> None:
@@ -217,6 +248,19 @@ def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not(
         assert "differently" in (probe_invariance(model).rows or "")
     finally:
         model.model.norm = norm
+
+
+def test_the_probe_notices_small_products_that_samples_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        assert probe_invariance(model).rows is None
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "_SHARED", 0)
+            assert "differently" in (probe_invariance(model).rows or "")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

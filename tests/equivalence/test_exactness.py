@@ -65,7 +65,7 @@ ALGORITHM_SETTINGS: list[dict[str, Any]] = [
     {"algorithm.name": "gspo", "schedule.updates_per_period": 2},
     {"algorithm.name": "cispo", "schedule.updates_per_period": 2, "algorithm.mask_truncated": True},
     {"algorithm.dynamic_sampling": True, "schedule.updates_per_period": 2, "algorithm.importance_cap": 2.0},
-    # Of rank 1: the narrowest products, which depend on the batch unless care is taken (rollout/packed.py).
+    # Of rank 1: the narrowest products, which depend on the batch unless care is taken (rollout/invariant.py).
     {"lora.rank": 1, "lora.alpha": 2.0, "algorithm.beta": 0.05, "schedule.updates_per_period": 2},
 ]
 

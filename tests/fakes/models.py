@@ -53,7 +53,12 @@ _FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3": (
         Gemma3TextConfig,
         Gemma3ForCausalLM,
-        {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_key_value_heads": 1,
+            "intermediate_size": 100,  # no multiple of a vector register
+        },
     ),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"head_dim": 16}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"head_dim": 16}),

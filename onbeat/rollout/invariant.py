@@ -1,0 +1,99 @@
+"""Layers that stand in for the model's own during a forward of the engine, so that a row of a result depends on that
+row alone (R1), for any number of rows and threads. The model is not changed.
+
+    narrow linear layers   the matrix library chooses its kernel, and bits with it, by rows and threads as long as the
+                           output is not wider than some 12 columns per thread. oneDNN with packed weights does not.
+    the head               the widest matrix, and it sees the fewest rows, one per sequence: the matrix library spends
+                           most of its time there on rearranging weights that have not changed. Packed once per version.
+    activations            torch computes what does not fill a vector register by another function, which rounds
+                           differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
+                           by themselves have one function for all.
+
+Only in float32 on a CPU, where these were found (tests/equivalence/test_batch_invariance.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import activations
+
+_EXPECTED_ROWS = 32
+NARROW = 128
+"""Columns below which a linear layer is packed: enough for ten threads, and for LoRA's usual ranks."""
+
+
+class Packed:
+    """What a linear layer computes with the weights it has now."""
+
+    def __init__(self, dense: torch.nn.Linear) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), _EXPECTED_ROWS)
+        self._bias = dense.bias
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self._bias, "none", [], "")
+        return out
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    scale = x.neg().exp_().add_(1)
+    return torch.div(x, scale, out=scale)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    return x.mul(math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    cube = (x * x).mul_(x).mul_(0.044715)
+    return cube.add_(x).mul_(math.sqrt(2 / math.pi)).tanh_().add_(1).mul_(x).mul_(0.5)
+
+
+_ACTIVATIONS: dict[type[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]] = {
+    torch.nn.SiLU: silu,
+    activations.SiLUActivation: silu,
+    activations.GELUActivation: gelu,
+    activations.GELUTanh: gelu_tanh,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    layer: torch.nn.Module
+    compute: Callable[[torch.Tensor], torch.Tensor]
+
+
+def stand_ins(model: Any) -> list[StandIn]:
+    """For the model's weights as they are now."""
+    if model.dtype != torch.float32 or model.device.type != "cpu" or not _have_onednn():
+        return []
+    head = model.get_output_embeddings()
+    found = []
+    for layer in model.modules():
+        if type(layer) is torch.nn.Linear and (layer is head or layer.out_features < NARROW):
+            found.append(StandIn(layer, Packed(layer)))
+        elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
+            found.append(StandIn(layer, activation))
+    return found
+
+
+def _have_onednn() -> bool:
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available
+
+
+@contextmanager
+def standing_in(others: Sequence[StandIn]) -> Iterator[None]:
+    """The model computes with these."""
+    for other in others:
+        vars(other.layer)["forward"] = other.compute
+    try:
+        yield
+    finally:
+        for other in others:
+            del vars(other.layer)["forward"]
