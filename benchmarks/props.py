@@ -2,9 +2,11 @@
 
     .venv/bin/python benchmarks/props.py
 
-For 1 and 2 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; with prompts cut
-into chunks anywhere. A schedule is a handful of groups arriving at random moments, as in
-tests/equivalence/test_batch_invariance.py.
+For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; with prompts
+cut into chunks anywhere; with every product over a prompt's keys shared by the samples; with narrow layers or
+activations as torch computes them. A schedule is a handful of groups arriving at random moments, as in
+tests/equivalence/test_batch_invariance.py; every other one is of a model with one head of keys and a width that fills
+no vector register.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from pathlib import Path
 from onbeat.environment import EXACT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
-PROPS = ("everything", "no MKL_CBWR", "no 4 rows", "chunks anywhere")
+PROPS = (
+    "everything", "no MKL_CBWR", "no 4 rows", "chunks anywhere", "small products shared", "narrow layers as they are",
+    "activations as they are",
+)  # fmt: skip
 NUM_SCHEDULES = 30
 
 
@@ -26,7 +31,7 @@ def main() -> int:
     if len(sys.argv) == 3:
         print(count_broken(sys.argv[1], int(sys.argv[2])))
         return 0
-    for threads in (1, 2):
+    for threads in (1, 2, 5):
         for prop in PROPS:
             environment = {key: value for key, value in os.environ.items() if key not in EXACT_ENVIRONMENT}
             if prop != "no MKL_CBWR":
@@ -44,8 +49,14 @@ def count_broken(prop: str, threads: int) -> int:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from onbeat.rollout import cache, engine
+    from onbeat.rollout import cache, engine, invariant
 
+    if prop == "small products shared":
+        cache._SHARED = 0
+    if prop == "narrow layers as they are":
+        invariant.NARROW = 0
+    if prop == "activations as they are":
+        invariant._ACTIVATIONS.clear()
     if prop == "no 4 rows":
         cache.MIN_ROWS = engine.MIN_ROWS = 1
     if prop == "chunks anywhere":
@@ -62,11 +73,11 @@ def count_broken(prop: str, threads: int) -> int:
 
     rng = random.Random(0)
     broken = 0
-    for _ in range(NUM_SCHEDULES):
+    for number in range(NUM_SCHEDULES):
         schedule = [
             Arrival(
-                prompt=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 80))),
-                group_size=rng.randint(1, 5),
+                prompt=tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 300))),
+                group_size=rng.randint(2, 9),
                 at_step=rng.randint(0, 12),
                 cancelled_at=None,
                 max_new_tokens=rng.randint(1, 40),
@@ -74,7 +85,7 @@ def count_broken(prop: str, threads: int) -> int:
             for _ in range(rng.randint(2, 6))
         ]
         try:
-            check_invariance(tiny_model("llama"), schedule, rows=rng.randint(5, 24))
+            check_invariance(tiny_model(("llama", "gemma3")[number % 2]), schedule, rows=rng.randint(9, 24))
         except AssertionError:
             broken += 1
     return broken

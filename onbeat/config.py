@@ -125,9 +125,20 @@ def _kind_of_count(value: object) -> str:
     return "range" if isinstance(value, dict | CountRange) else "number"
 
 
+class VllmSection(_Section):
+    environment: str = ".vllm"
+    """The virtual environment that has vLLM, relative to the working directory; `make vllm-env` makes it."""
+    servers: tuple[str, ...] = ()
+    """Servers that run already, one per generator, instead of our own: unix:PATH or http://127.0.0.1:PORT."""
+    tensor_parallel: _Positive = 1
+    """Ranks of each server."""
+    arguments: dict[str, bool | int | float | str] = {}
+    """Further arguments of `vllm serve`: { gpu_memory_utilization = 0.8, dtype = "bfloat16" }."""
+
+
 class GeneratorConfig(_Section):
-    backend: Literal["embedded"] = "embedded"
-    """The engine that samples."""
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """The engine that samples. vllm: a vLLM server per generator; not bit-exact, its tokens depend on its batches."""
     count: Annotated[
         Annotated[_Positive, Tag("number")] | Annotated[CountRange, Tag("range")], Discriminator(_kind_of_count)
     ] = 1
@@ -139,6 +150,7 @@ class GeneratorConfig(_Section):
     cache_gib: Annotated[float, Field(gt=0.0)] = 4.0
     """Memory for keys and values per generator. A group reserves what its completions may need at most, and waits if
     that is not free; one that can never fit is refused."""
+    vllm: VllmSection = VllmSection()
 
     @property
     def bounds(self) -> tuple[int, int]:

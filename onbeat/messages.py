@@ -64,6 +64,8 @@ class GeneratorReady(Struct, frozen=True, tag=True):
     room: Room
     arithmetic: str
     """Digest of some arithmetic: machines of the same one compute the same bits (rollout/arithmetic.py)."""
+    repeatable: bool = True
+    """Asked for the same samples again, it answers the same."""
 
 
 class Stage(Struct, frozen=True, tag=True):

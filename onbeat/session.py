@@ -29,10 +29,11 @@ from onbeat.prompts.rows import Row, read_rows
 from onbeat.prompts.source import PromptCursor, encode_rows, hold_out
 from onbeat.protocols import Evaluated, Launcher, Tracer
 from onbeat.reward.scorer import RewardScorer
-from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.crew import Crew
 from onbeat.rollout.joined import Reception
 from onbeat.rollout.pool import Pool
+from onbeat.rollout.vllm.server import check_config
 from onbeat.types import GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
 
@@ -99,7 +100,7 @@ class Session:
             return f'schedule.order = "{self.config.schedule.order}" trains in order of arrival'
         if (platform.system(), platform.machine()) != ("Linux", "x86_64") or not _has_avx2():
             return f"bit-identical rows are established on Linux x86_64 with AVX2, not on {platform.platform()}"
-        variances = [g.row_variance for g in self.pool.generators if isinstance(g, EmbeddedGenerator)]
+        variances = [g.row_variance for g in self.pool.generators if isinstance(g, GeneratorProcess)]
         return next((variance for variance in variances if variance is not None), None)
 
 
@@ -112,6 +113,8 @@ async def open_session(
     config: Config, run_dir: Path, trace: Tracer, say: Callable[[str], None], warn: Callable[[str], None]
 ) -> AsyncIterator[Session]:
     """Start everything that generates and scores; end it, whatever happens inside."""
+    if config.generator.backend == "vllm":
+        check_config(config)
     async with AsyncExitStack() as stack:
         launcher = LocalLauncher(
             run_dir / "logs", compact=config.trainer.gradient_checkpointing, keep=config.reward.environment
@@ -137,8 +140,8 @@ async def open_session(
         )
         stack.push_async_callback(scorer.close)
 
-        async def start_generator(name: str) -> EmbeddedGenerator:
-            return await EmbeddedGenerator.start(launcher, session.worker_settings(name))
+        async def start_generator(name: str) -> GeneratorProcess:
+            return await GeneratorProcess.start(launcher, config.generator.backend, session.worker_settings(name))
 
         pool = Pool(trace, warn)
         channel = MemoryChannel(pool)

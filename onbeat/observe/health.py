@@ -13,6 +13,9 @@ MAX_SKIPPED_IN_A_ROW = 3
 """Optimizer steps whose loss or gradient is not finite."""
 EQUAL_PERIODS = 5
 """Periods in which no group had two different rewards, before somebody should know."""
+MAX_GAP = 0.01
+"""Mean distance of log-probabilities between sampler and trainer. Float32 on both sides gives some 1e-6, bfloat16 on
+one of them some 1e-2."""
 _MAX_KINDS = 20
 
 
@@ -22,12 +25,14 @@ class Health:
         self._problems: set[str] = set()
         self._skipped = 0
         self._equal = 0
+        self._gap_told = False
 
     def check(self, record: Record, groups: Sequence[Group], reports: Sequence[UpdateReport]) -> None:
         """Each kind of problem is told once; what cannot get better stops the run."""
         period = f"period {record['period'] + 1}"
         self._check_rewards(period, groups)
         self._check_numbers(period, reports)
+        self._check_gap(period, max((gap for report in reports if (gap := report.gap_mean) is not None), default=0.0))
         self._equal = self._equal + 1 if record["zero_variance_share"] == 1.0 else 0
         if self._equal == EQUAL_PERIODS:
             self._warn(
@@ -35,6 +40,15 @@ class Health:
                 f"{record['reward_mean']}), and nothing is learned. If the model always fails, give it easier prompts, "
                 "a reward with partial credit, a larger algorithm.group_size or more sampling.max_new_tokens; if it "
                 "always succeeds, harder prompts"
+            )
+
+    def _check_gap(self, period: str, gap: float) -> None:
+        if gap > MAX_GAP and not self._gap_told:
+            self._gap_told = True
+            self._warn(
+                f"{period}: the sampler's log-probabilities are {gap:.2g} from the trainer's on average (gap_mean), "
+                f"more than {MAX_GAP}: what is trained on is not quite what the policy would have written. Give both "
+                "the same precision, or correct for it with algorithm.importance_cap = 2"
             )
 
     def _check_rewards(self, period: str, groups: Sequence[Group]) -> None:

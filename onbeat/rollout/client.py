@@ -1,4 +1,4 @@
-"""The controller's handle of an embedded generator process (worker.py). No torch."""
+"""The controller's handle of a generator process (worker.py, vllm/worker.py). No torch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ from onbeat.messages import (
 from onbeat.protocols import Child, GeneratorEvents, Launcher, Snapshot
 from onbeat.types import GroupKey, GroupRequest
 
-ENTRY = "onbeat.rollout.worker:main"
+ENTRIES = {"embedded": "onbeat.rollout.worker:main", "vllm": "onbeat.rollout.vllm.worker:main"}
+"""By generator.backend."""
 POUR_BYTES = 1 << 20
 """At a time."""
 R = TypeVar("R", bound=Staged | Activated)
 
 
-class EmbeddedGenerator:
+class GeneratorProcess:
     """One child process with its engine. Its death is reported to the pool once, with the end of its log."""
 
     def __init__(self, child: Child[FromGenerator], ready: GeneratorReady) -> None:
         self._child = child
         self._room = ready.room
         self.arithmetic = ready.arithmetic
+        self.repeatable = ready.repeatable
         self.row_variance: str | None = None
         """Why this model's rows depend on the batch on this machine; None if the probe found that they do not."""
         self._expected: tuple[object, int] | None = None
@@ -51,10 +53,10 @@ class EmbeddedGenerator:
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, launcher: Launcher, settings: WorkerSettings) -> EmbeddedGenerator:
+    async def start(cls, launcher: Launcher, backend: str, settings: WorkerSettings) -> GeneratorProcess:
         child: Child[FromGenerator] = await launcher.spawn(
             name=settings.name,
-            entry=ENTRY,
+            entry=ENTRIES[backend],
             settings=settings,
             receives=FromGenerator,
             uses_torch=True,
@@ -62,7 +64,7 @@ class EmbeddedGenerator:
         return await cls.ready(child)
 
     @classmethod
-    async def ready(cls, child: Child[FromGenerator]) -> EmbeddedGenerator:
+    async def ready(cls, child: Child[FromGenerator]) -> GeneratorProcess:
         """Of a process that is there already."""
         return cls(child, await first_word(child, GeneratorReady))
 
@@ -80,10 +82,6 @@ class EmbeddedGenerator:
 
     def why_never(self, request: GroupRequest) -> str | None:
         return self._room.why_never(request)
-
-    @property
-    def repeatable(self) -> bool:
-        return True
 
     def attach(self, events: GeneratorEvents) -> None:
         self._reader = asyncio.create_task(self._read(events))

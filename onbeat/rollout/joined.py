@@ -17,7 +17,7 @@ from typing import Any
 from onbeat.control import Join, Request
 from onbeat.errors import OnbeatError, WorkerError
 from onbeat.messages import FromGenerator, Refused, Welcome, WorkerSettings
-from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.crew import Crew
 from onbeat.rollout.pool import Pool
 from onbeat.wire import Connection
@@ -78,7 +78,7 @@ class Reception:
         child.connection.expect(FromGenerator)
         child.connection.send(Welcome(settings=settings, files=files))
         try:
-            generator = await EmbeddedGenerator.ready(child)
+            generator = await GeneratorProcess.ready(child)
             if (reason := self._why_not(generator, child)) is not None:
                 child.connection.send(Refused(reason))
                 await child.connection.drained()
@@ -89,10 +89,10 @@ class Reception:
         else:
             self._crew.join(generator)
 
-    def _why_not(self, generator: EmbeddedGenerator, child: JoinedChild) -> str | None:
+    def _why_not(self, generator: GeneratorProcess, child: JoinedChild) -> str | None:
         if self._only_local and not child.shares_memory:
             return "with lora.rank, what is published is the adapter alone: only workers of this machine can join"
-        others = {other.arithmetic for other in self._pool.generators if isinstance(other, EmbeddedGenerator)}
+        others = {other.arithmetic for other in self._pool.generators if isinstance(other, GeneratorProcess)}
         if others and generator.arithmetic not in others:
             return (
                 "its processor or its build of torch computes other bits than the run's generators do, so the run "

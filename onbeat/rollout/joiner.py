@@ -6,6 +6,7 @@ others. It ends, too, when the run does.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
+from onbeat.config import Config
 from onbeat.control import ask_to_join, connect_here, connect_there
 from onbeat.errors import ConfigError, WorkerError
 from onbeat.messages import Welcome
+from onbeat.rollout.client import ENTRIES
 from onbeat.secret import read_token
 
 _LEFT_AT_ONCE = 130
@@ -34,9 +38,10 @@ def serve_run(place: str, token_file: str | None, say: Callable[[str], None]) ->
     with tempfile.TemporaryDirectory(prefix="onbeat-worker-") as folder:
         settings = msgspec.structs.replace(welcome.settings, model_dir=_unpacked(welcome, Path(folder)))
         say(f"{settings.name} joins {place}")
-        from onbeat.rollout.worker import GeneratorWorker, main
+        module, _, function = ENTRIES[Config.model_validate_json(settings.config).generator.backend].partition(":")
+        main = getattr(importlib.import_module(module), function)
 
-        def started(worker: GeneratorWorker) -> None:
+        def started(worker: Any) -> None:
             def leave(signum: int, frame: FrameType | None) -> None:
                 signal.signal(signal.SIGINT, _leave_at_once)
                 signal.signal(signal.SIGTERM, _leave_at_once)

@@ -45,6 +45,7 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.rollout.arithmetic import fingerprint
+from onbeat.rollout.arriving import Arriving
 from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Mapped
@@ -181,21 +182,6 @@ class GeneratorWorker:
             self._share_cores()
             self._probed = True
         self._activated_s, self._tokens_before = self._clock(), self._engine.num_tokens
-
-
-class Arriving:
-    """A snapshot that comes in pieces."""
-
-    def __init__(self, version: int, num_bytes: int) -> None:
-        self.version = version
-        self.num_bytes = num_bytes
-        self.fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC)
-        self._num_taken = 0
-
-    def take(self, data: bytes) -> bool:
-        """Whether that was the last piece."""
-        self._num_taken += os.pwrite(self.fd, data, self._num_taken)
-        return self._num_taken >= self.num_bytes
 
 
 def _decoder(model_dir: str) -> Decode:

@@ -81,9 +81,9 @@ class RunProcess:
                     os.close(handle)
         return {}
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 120) -> tuple[int, str, str]:
         """Exit code, output and errors."""
-        output, errors = self.process.communicate(timeout=120)
+        output, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output, errors
 
     def sockets_left(self) -> list[Path]:

@@ -33,7 +33,7 @@ from onbeat.messages import (
     ToGenerator,
 )
 from onbeat.protocols import Snapshot
-from onbeat.rollout.client import EmbeddedGenerator
+from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.engine import Invariance
 from onbeat.rollout.pool import Pool
 from onbeat.rollout.worker import GeneratorWorker
@@ -72,7 +72,7 @@ class SocketChild:
 def publish_to(behave: Callable[[Channel[ToGenerator]], None], version: int) -> Pool:
     async def main() -> Pool:
         pool = Pool()
-        generator = EmbeddedGenerator(SocketChild(behave), GeneratorReady(ROOM, "arithmetic"))
+        generator = GeneratorProcess(SocketChild(behave), GeneratorReady(ROOM, "arithmetic"))
         pool.add(generator)
         channel = MemoryChannel(pool)
         fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from onbeat.errors import ConfigError, InputError, NumbersError
-from onbeat.observe.health import EQUAL_PERIODS, Health
+from onbeat.observe.health import EQUAL_PERIODS, MAX_GAP, Health
 from onbeat.observe.intervals import length, of_lane, overlap
 from onbeat.observe.metrics import accuracy, evaluation_metrics, group_metrics, mean, update_metrics
 from onbeat.observe.recorder import Recorder, number, percent
@@ -302,6 +302,19 @@ def test_a_run_whose_rewards_never_differ_is_told_so_once() -> None:
         judge(health, period, equal, report())
     assert len(told) == 1
     assert f"for {EQUAL_PERIODS} periods all completions of every prompt have had the same reward (now 0.0)" in told[0]
+
+
+def test_a_sampler_far_from_the_trainer_is_told_once() -> None:
+    told: list[str] = []
+    health = Health(told.append)
+    varied = [group(rollout(1.0), rollout(0.0))]
+    judge(health, 0, varied, report(gap_mean=MAX_GAP), report(gap_mean=None))
+    assert told == []
+    judge(health, 1, varied, report(gap_mean=1e-5), report(gap_mean=0.02))
+    judge(health, 2, varied, report(gap_mean=0.03))
+    assert len(told) == 1
+    assert "period 2: the sampler's log-probabilities are 0.02 from the trainer's" in told[0]
+    assert "algorithm.importance_cap" in told[0]
 
 
 def test_pass_at_k_counts_prompts_with_a_right_answer() -> None:

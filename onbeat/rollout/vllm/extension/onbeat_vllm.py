@@ -1,0 +1,82 @@
+"""Loaded into each worker of a vLLM server (--worker-extension-cls onbeat_vllm.Extension): takes a snapshot of onbeat's
+(weights/snapshot.py) and says of every tensor which bytes it handed to the model. Imports nothing of onbeat or vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_ALIGN = 64
+_LENGTH_BYTES = 8
+
+
+class Extension:
+    """Becomes a base class of vLLM's worker."""
+
+    def onbeat_describe(self) -> dict[str, Any]:
+        """What the server serves, and how."""
+        worker: Any = self
+        model = worker.vllm_config.model_config
+        config = model.hf_text_config
+        return {
+            "architectures": list(model.hf_config.architectures or ()),
+            "sizes": {name: getattr(config, name, None) for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "logprobs_mode": model.logprobs_mode,
+            "max_model_len": model.max_model_len,
+            "max_num_seqs": worker.vllm_config.scheduler_config.max_num_seqs,
+            "max_lora_rank": getattr(worker.vllm_config.lora_config, "max_lora_rank", 0),
+        }
+
+    def onbeat_load(self, path: str) -> dict[str, str]:
+        """Load the snapshot; returns the checksum of every tensor as it went into the model."""
+        worker: Any = self
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        checksums: dict[str, str] = {}
+        worker.reload_weights(weights_iterator=_tensors(memory, checksums))
+        _process_tied(worker.model_runner.get_model())
+        return checksums
+
+    def onbeat_adapter(self, path: str) -> dict[str, str]:
+        """The checksum of every tensor of the adapter that is about to be loaded, as this worker reads it."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(f"{path}/adapter_model.safetensors")
+        return {name: _checksum(memoryview(tensor.numpy()).cast("B")) for name, tensor in tensors.items()}
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """A head that is the embedding has no weights of its own to be loaded, so vLLM keeps what it made of the old ones:
+    on a CPU, a packed copy."""
+    by_place: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.numel() and hasattr(layer, "quant_method"):
+            by_place.setdefault(weight.data_ptr(), []).append(layer)
+    for layers in by_place.values():
+        if len(layers) > 1:
+            for layer in layers:
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+def _checksum(content: memoryview) -> str:
+    return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+
+
+def _tensors(memory: mmap.mmap, checksums: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
+    table = json.loads(memory[_LENGTH_BYTES : _LENGTH_BYTES + length])
+    start = -(-(_LENGTH_BYTES + length) // _ALIGN) * _ALIGN
+    for name, place in table.items():
+        dtype: torch.dtype = getattr(torch, place["dtype"])
+        first = start + place["offset"]
+        with memoryview(memory)[first : first + place["num_bytes"]] as view:
+            checksums[name] = _checksum(view)
+        flat = torch.frombuffer(memory, dtype=dtype, count=place["num_bytes"] // dtype.itemsize, offset=first)
+        yield name, flat.view(place["shape"])
