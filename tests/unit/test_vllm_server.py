@@ -61,6 +61,7 @@ class Playing:
                 body = json.dumps({"detail": "Not Found"} if isinstance(answer, int) else answer).encode()
                 self.send_response(answer if isinstance(answer, int) else 200)
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(body)
 

@@ -177,7 +177,8 @@ class Server:
     def _content(self, response: httpx2.Response, route: str) -> Any:
         if response.status_code != 200:
             raise WorkerError(f"vLLM at {self.place} answered {route} with {response.status_code}: {_said(response)}")
-        return msgspec.json.decode(response.content) if response.content else None
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        return msgspec.json.decode(response.content) if is_json and response.content else None
 
     async def rpc(self, method: str, **arguments: str) -> list[Any]:
         """Call a method on every worker of the server."""
