@@ -168,7 +168,7 @@ def autoscaling(session: Session, recorder: Recorder) -> Callable[[Record], None
         load = Load(count, count * record["generators_busy_s"], record["training_s"], record["num_generated_tokens"])
         if count and (decision := autoscaler.decide(load)) is not None and decision.count != session.crew.wanted:
             recorder.decided(decision.why)
-            session.crew.want(decision.count)
+            session.crew.want(max(lowest, decision.count - session.crew.num_visitors))
 
     return after_period
 

@@ -71,6 +71,11 @@ class Generator(Protocol):
         """Asked for the same samples again, it, or another of its kind, answers the same."""
         ...
 
+    @property
+    def local(self) -> bool:
+        """It works on the machine of the run."""
+        ...
+
     def attach(self, events: GeneratorEvents) -> None: ...
     def kill(self) -> None:
         """It is given up; what it may still say counts for nothing."""
@@ -78,6 +83,10 @@ class Generator(Protocol):
 
     def stop(self) -> None:
         """It owes nothing and is wanted no more: let it end. Its end is no news."""
+        ...
+
+    async def ended(self) -> None:
+        """Until it has ended after `stop`."""
         ...
 
     def submit(self, request: GroupRequest) -> None: ...

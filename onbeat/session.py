@@ -37,6 +37,9 @@ from onbeat.rollout.vllm.server import check_config
 from onbeat.types import GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
 
+MAX_GENERATORS = 256
+"""That somebody may ask a running run for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
@@ -76,6 +79,8 @@ class Session:
         if num_generators < 1 or (elastic and not lowest <= num_generators <= highest):
             bounds = f"between {lowest} and {highest} (generator.count)" if elastic else "at least 1"
             return Answer(f"generators={num_generators}: there must be {bounds}", done=False)
+        if num_generators > MAX_GENERATORS:
+            return Answer(f"generators={num_generators}: at most {MAX_GENERATORS} on one machine", done=False)
         before = self.crew.wanted
         self.crew.want(num_generators)
         return Answer(f"{num_generators} generators instead of {before}", done=True)
@@ -229,6 +234,7 @@ async def start_generators(session: Session) -> None:
     """As many as the recipe wants. (`closing` ends them before the launcher does: no end of theirs is news then.)"""
     session.closing.push_async_callback(session.crew.close)
     await session.crew.open(session.config.generator.bounds[0])
+    session.reception.remember()
 
 
 def check_lengths(codec: Codec, prompts: list[Prompt], max_new_tokens: int) -> None:

@@ -53,7 +53,9 @@ def receive_chunk(sock: socket.socket) -> tuple[bytes, list[int]]:
         data, ancillary, _, _ = sock.recvmsg(
             _CHUNK_BYTES, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
         )
-    except ConnectionResetError:  # it died with messages of ours unread
+    except BlockingIOError:
+        raise
+    except OSError:  # it died with messages of ours unread, or its machine is out of reach
         return b"", []
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -65,6 +65,13 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
     pid: int
 
 
+class SpawnFailed(msgspec.Struct, frozen=True, tag=True):
+    """The kernel gave no further process."""
+
+    name: str
+    reason: str
+
+
 class Exited(msgspec.Struct, frozen=True, tag=True):
     pid: int
     status: int
@@ -145,7 +152,12 @@ class ForkServer:
 
     def _spawn(self, order: Spawn, fd: int) -> None:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(fd)
+            self._channel.send(SpawnFailed(order.name, str(error)))
+            return
         if pid == 0:
             self._control.close()
             become_worker(order, fd, parent)

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned
+from onbeat.cluster.forkserver import Exited, Kill, Spawn, Spawned, SpawnFailed
 from onbeat.environment import scrubbed, torch_environment
 from onbeat.errors import WireError, WorkerError
 from onbeat.wire import Connection
@@ -95,7 +95,7 @@ class _Server:
                 start_new_session=True,
             )
         theirs.close()
-        self._connection: Connection[Spawned | Exited] = Connection(ours, Spawned | Exited)
+        self._connection: Connection[Spawned | SpawnFailed | Exited] = Connection(ours, Spawned | SpawnFailed | Exited)
         self._starting: dict[str, _Starting] = {}
         self._children: dict[int, LocalChild[Any]] = {}
         self._gone = False
@@ -135,6 +135,11 @@ class _Server:
                         continue
                     self._children[pid] = LocalChild(name, pid, Connection(new.sock, new.receives), new.log, self)
                     new.child.set_result(self._children[pid])
+                case SpawnFailed(name=name, reason=reason):
+                    failed = self._starting.pop(name)
+                    failed.sock.close()
+                    if not failed.child.cancelled():
+                        failed.child.set_exception(WorkerError(f"{name} could not be started: {reason}"))
                 case Exited(pid=pid, status=status):
                     if child := self._children.pop(pid, None):
                         child.ended(status)

@@ -2,8 +2,8 @@
 
     limits      memory and processor time of each process, by the kernel: MemoryError, or SIGXCPU
     strict      for rewards that execute what the model wrote. Own namespaces: no network, no other process to see or
-                signal, the whole file system read-only but an empty /dev/shm (and TMPDIR there), no privilege to get
-                any of it back
+                signal, the whole file system read-only but an empty /dev/shm (and TMPDIR there), no socket by path,
+                no privilege to get any of it back
 
 In a strict sandbox the worker becomes three processes: the outer one, which the fork server knows; the first of the new
 process namespace, with which everything in there ends; and the one that runs user code. The first two only wait, and
@@ -15,9 +15,11 @@ A file that the user may read can still be read in there. SECURITY.md tells what
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
+import socket
 import struct
 from pathlib import Path
 
@@ -31,6 +33,9 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_PRIVATE = 2, 4, 8, 1 << 18
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _CAPABILITY_VERSION_3 = 0x20080522
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_SECCOMP_MACHINES = {"x86_64": (0xC000003E, 41, 425), "aarch64": (0xC00000B7, 198, 425)}
+"""Architecture, and the numbers of socket and io_uring_setup."""
 _SCRATCH = "/dev/shm"
 _SCRATCH_BYTES = 256 << 20
 _MAX_PROCESSES = 128
@@ -49,7 +54,7 @@ def confine(limits: Limits) -> None:
                 'allow unprivileged user namespaces, or set reward.sandbox = "off" and trust what is executed'
             ) from None
         resource.setrlimit(resource.RLIMIT_NPROC, (_MAX_PROCESSES, _MAX_PROCESSES))
-    _limit(resource.RLIMIT_DATA, limits.memory_bytes)
+    _limit(resource.RLIMIT_DATA, limits.memory_bytes, for_good=limits.strict)
 
 
 def begin_call(limits: Limits) -> None:
@@ -58,10 +63,11 @@ def begin_call(limits: Limits) -> None:
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + limits.cpu_s) + 1)
 
 
-def _limit(what: int, value: int) -> None:
-    """The soft one, as far as the hard one goes."""
+def _limit(what: int, value: int, *, for_good: bool = False) -> None:
+    """The soft one, as far as the hard one goes; for good: the hard one, too."""
     _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+    lower = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (lower, lower if for_good else hard))
 
 
 def _isolate() -> None:
@@ -115,6 +121,32 @@ def _drop_privileges() -> None:
         capability += 1
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     _check(libc.capset(header, bytes(24)), "capset")
+    _forbid_unix_sockets()
+
+
+def _forbid_unix_sockets() -> None:
+    """A socket with a path can be reached on a read-only file system, and behind it somebody outside: a session bus, a
+    container daemon. So no new one is made (socketpairs are, of which nobody outside holds an end)."""
+    if (machine := os.uname().machine) not in _SECCOMP_MACHINES:
+        return
+    architecture, socket_call, uring_call = _SECCOMP_MACHINES[machine]
+    load, equal, give = 0x20, 0x15, 0x06  # of classic BPF: load a word, jump if equal, return
+    refuse, allow = 0x00050000 | errno.EACCES, 0x7FFF0000
+    program = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, architecture),
+        (give, 0, 0, refuse),  # another one's calls have other numbers
+        (load, 0, 0, 0),  # the call
+        (equal, 3, 0, uring_call),
+        (equal, 0, 3, socket_call),
+        (load, 0, 0, 16),  # its first argument, the family
+        (equal, 0, 1, socket.AF_UNIX),
+        (give, 0, 0, refuse),
+        (give, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    filter_ = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+    _check(_libc().prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filter_, 0, 0), "prctl(seccomp)")
 
 
 def _libc() -> ctypes.CDLL:

@@ -33,6 +33,10 @@ from onbeat.types import GroupKey, GroupRequest
 
 ENTRIES = {"embedded": "onbeat.rollout.worker:main", "vllm": "onbeat.rollout.vllm.worker:main"}
 """By generator.backend."""
+START_S = 1200.0
+"""For a process to be ready: a large model from a slow disk, a server that compiles. Longer is a hang."""
+END_S = 30.0
+"""For a process to end that is wanted no more."""
 POUR_BYTES = 1 << 20
 """At a time."""
 R = TypeVar("R", bound=Staged | Activated)
@@ -64,9 +68,14 @@ class GeneratorProcess:
         return await cls.ready(child)
 
     @classmethod
-    async def ready(cls, child: Child[FromGenerator]) -> GeneratorProcess:
+    async def ready(cls, child: Child[FromGenerator], within_s: float = START_S) -> GeneratorProcess:
         """Of a process that is there already."""
-        return cls(child, await first_word(child, GeneratorReady))
+        try:
+            async with asyncio.timeout(within_s):
+                return cls(child, await first_word(child, GeneratorReady))
+        except TimeoutError:
+            child.kill()
+            raise WorkerError(f"{child.name} was not ready within {within_s:.0f} s", child.log_tail()) from None
 
     @property
     def name(self) -> str:
@@ -83,6 +92,10 @@ class GeneratorProcess:
     def why_never(self, request: GroupRequest) -> str | None:
         return self._room.why_never(request)
 
+    @property
+    def local(self) -> bool:
+        return self._child.shares_memory
+
     def attach(self, events: GeneratorEvents) -> None:
         self._reader = asyncio.create_task(self._read(events))
 
@@ -93,7 +106,7 @@ class GeneratorProcess:
         self._child.connection.send(Cancel(key))
 
     def share_cores(self, num_generators: int, trainer_works: bool) -> None:
-        if self._child.shares_memory:  # then it shares the machine
+        if self.local:
             self._child.connection.send(ShareCores(num_generators, trainer_works))
 
     async def stage(self, snapshot: Snapshot) -> None:
@@ -138,7 +151,13 @@ class GeneratorProcess:
     def stop(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(WorkerError(f"{self.name} has left"))
         self._child.connection.close()  # it ends when it sees that
+        asyncio.get_running_loop().call_later(END_S, self._child.kill)  # or hangs
+
+    async def ended(self) -> None:
+        await self._child.exited()
 
     async def _ask(self, order: Stage | Activate, answer: type[R], fds: list[int] | None = None) -> R:
         assert self._answer is None, "one question at a time"

@@ -2,13 +2,13 @@
 
     want(n) ──▶ too few: start ──▶ launch ─▶ pool.add ─▶ channel.bring (current weights) ─▶ serves
                 too many: retire the youngest ──▶ finishes what it owes ─▶ gone
-    pool: one was lost ──▶ start another, after a pause that grows with every death in a row
+    pool: one was lost ──▶ start another, after a pause that grows while they die without having done anything
     every TICK_S ──▶ pool.tick: who is silent for too long is lost, stragglers get help
 
 Who waits for whom: nobody waits for the crew but a period without any generator (Pool.until_served). A generator on its
 way is a task of its own; when it fails that is one more death. Deaths count in a row: a completion in between, by
-anybody, forgets them. After too many the crew gives up: if a generator is left the run goes on with it, else whoever
-waits gets NoGeneratorsError, and the last checkpoint is whole.
+anybody, forgets them. After too many the crew gives up: if a generator is left the run goes on with it,
+else whoever waits gets NoGeneratorsError, and the last checkpoint is whole.
 
 Who joined from outside (`join`) is used while it is there and not replaced when it goes.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from onbeat.errors import NoGeneratorsError, WorkerError
 from onbeat.protocols import Generator
@@ -27,7 +28,9 @@ TICK_S = 1.0
 MAX_DEATHS = 5
 """In a row."""
 _PAUSE_S = 0.5
-"""Before the second start in a row; doubled for each further one."""
+"""Before another start after two futile ones; doubled for each further one."""
+_MAX_PAUSE_S = 10.0
+_END_S = 10.0
 
 Start = Callable[[str], Awaitable[Generator]]
 Bring = Callable[[Generator], Awaitable[None]]
@@ -60,6 +63,8 @@ class Crew:
         self._num_joining = 0
         self._deaths = 0
         self._accepted_before = 0
+        self._futile = 0
+        """Deaths in a row of generators that had not completed anything."""
         self._closed = False
         pool.help_is_coming = lambda: self._num_starting + self._num_joining > 0
         pool.on_gone = self._gone
@@ -67,6 +72,11 @@ class Crew:
     @property
     def wanted(self) -> int:
         return self._wanted
+
+    @property
+    def num_visitors(self) -> int:
+        """Who joined from outside."""
+        return max(0, self._pool.size() - len(self._ours))
 
     async def open(self, count: int) -> None:
         """Start the first ones; raises if one of them cannot be started."""
@@ -83,7 +93,7 @@ class Crew:
     def want(self, count: int) -> None:
         """From now on so many."""
         self._wanted = count
-        self._deaths = 0
+        self._deaths = self._futile = 0
         self._adjust()
 
     def join(self, generator: Generator) -> None:
@@ -99,8 +109,12 @@ class Crew:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for generator in self._pool.generators:
+        generators = self._pool.generators
+        for generator in generators:
             generator.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):  # whoever has servers of its own ends them
+                await asyncio.gather(*(generator.ended() for generator in generators))
 
     def _name(self) -> str:
         return f"generator-{next(self._numbers)}"
@@ -135,14 +149,14 @@ class Crew:
             self._pool.retire(self._ours.pop())
 
     async def _start_one(self, name: str) -> None:
-        if self._deaths > 1:
-            await asyncio.sleep(_PAUSE_S * 2 ** (self._deaths - 2))
+        if self._futile > 1:
+            await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2 ** (self._futile - 2)))
         try:
             generator = await self._start(name)
         except WorkerError as error:
             self._num_starting -= 1
             self._warn(str(error))
-            self._died(error)
+            self._died(error, served=False)
             return
         self._ours.append(name)
         self._num_starting -= 1
@@ -153,30 +167,36 @@ class Crew:
         """It may serve nothing before it has loaded and verified what is current."""
         self._num_joining += 1
         self._pool.add(generator)
+        problem: WorkerError | None = None
         try:
             await self._bring(generator)
-            self._say(f"{generator.name} has joined; there are {self._pool.size()} generators")
         except WorkerError as error:
-            self._num_joining -= 1
-            self._pool.lost(generator.name, error)
+            problem = error
         else:
+            self._say(f"{generator.name} has joined; there are {self._pool.size()} generators")
+        finally:
             self._num_joining -= 1
+        if problem is not None:
+            self._pool.lost(generator.name, problem)
+        self._pool.check_who_is_left()
 
-    def _gone(self, name: str, error: Exception | None) -> None:
+    def _gone(self, name: str, error: Exception | None, served: bool) -> None:
         if name in self._ours:
             self._ours.remove(name)
             if error is not None:
-                self._died(error)
+                self._died(error, served)
             else:
                 self._adjust()  # it wanted to go, and is wanted still
 
-    def _died(self, error: Exception) -> None:
+    def _died(self, error: Exception, served: bool) -> None:
+        """`served`: it had completed something before."""
         if self._closed:
             return
         if self._pool.counts.accepted > self._accepted_before:
             self._deaths = 0
         self._accepted_before = self._pool.counts.accepted
         self._deaths += 1
+        self._futile = 0 if served else self._futile + 1
         if self._deaths <= self._max_deaths:
             self._adjust()
         elif self._pool.size() or self._num_starting:

@@ -62,6 +62,7 @@ class Reception:
         self._settings = settings
         self._warn = warn
         self._only_local = only_local
+        self._known: str | None = None
         self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,16 +75,16 @@ class Reception:
 
     async def _receive(self, child: JoinedChild) -> None:
         settings = self._settings(child.name)
-        files = {} if child.shares_memory else small_files(Path(settings.model_dir))
         child.connection.expect(FromGenerator)
-        child.connection.send(Welcome(settings=settings, files=files))
         try:
+            files = {} if child.shares_memory else small_files(Path(settings.model_dir))
+            child.connection.send(Welcome(settings=settings, files=files))
             generator = await GeneratorProcess.ready(child)
             if (reason := self._why_not(generator, child)) is not None:
                 child.connection.send(Refused(reason))
                 await child.connection.drained()
                 raise WorkerError(f"{child.name} was refused: {reason}")
-        except OnbeatError as error:
+        except (OnbeatError, OSError) as error:
             child.connection.close()
             self._warn(str(error))
         else:
@@ -92,13 +93,23 @@ class Reception:
     def _why_not(self, generator: GeneratorProcess, child: JoinedChild) -> str | None:
         if self._only_local and not child.shares_memory:
             return "with lora.rank, what is published is the adapter alone: only workers of this machine can join"
-        others = {other.arithmetic for other in self._pool.generators if isinstance(other, GeneratorProcess)}
-        if others and generator.arithmetic not in others:
+        if generator.repeatable and self._arithmetic() not in (None, generator.arithmetic):
             return (
                 "its processor or its build of torch computes other bits than the run's generators do, so the run "
                 "would not be exact any more"
             )
         return None
+
+    def _arithmetic(self) -> str | None:
+        """Of the run's generators, also when there is none at the moment."""
+        for other in self._pool.generators:
+            if self._known is None and isinstance(other, GeneratorProcess):
+                self._known = other.arithmetic
+        return self._known
+
+    def remember(self) -> None:
+        """What the first generators compute is what all must."""
+        self._arithmetic()
 
     async def close(self) -> None:
         for task in self._tasks:

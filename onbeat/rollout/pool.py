@@ -92,6 +92,8 @@ class _Member:
     """It gets no more work."""
     num_tokens: int = 0
     """It said it has sampled."""
+    num_completed: int = 0
+    """Samples."""
     silent_s: float = 0.0
     """Since it was heard of last, while it owed something."""
     outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
@@ -150,8 +152,8 @@ class Pool:
         self.last_loss: Exception | None = None
         self.help_is_coming: Callable[[], bool] = lambda: False
         """Whether generators are on their way."""
-        self.on_gone: Callable[[str, Exception | None], None] = lambda name, error: None
-        """Told of every generator that was lost, with the reason, or has left."""
+        self.on_gone: Callable[[str, Exception | None, bool], None] = lambda name, error, served: None
+        """Told of every generator that was lost, with the reason, or has left; and whether it had done anything."""
 
     # -- generators ------------------------------------------------------------------------------------------
 
@@ -202,8 +204,9 @@ class Pool:
         self._share_cores()
 
     def _share_cores(self) -> None:
+        num_here = sum(member.generator.local for member in self._members.values())
         for member in self._members.values():
-            member.generator.share_cores(len(self._members), self._trainer_works)
+            member.generator.share_cores(num_here, self._trainer_works)
 
     def serves(self, worker: str, version: int) -> None:
         """The generator has loaded and verified `version` (R4)."""
@@ -236,7 +239,8 @@ class Pool:
             del self._members[member.generator.name]
             member.generator.stop()
             self._share_cores()
-            self.on_gone(member.generator.name, None)
+            self.on_gone(member.generator.name, None, member.num_completed > 0)
+            self.check_who_is_left()
 
     def tick(self, elapsed_s: float) -> None:
         """So much time has passed: give up who owes something and is silent for too long; help stragglers."""
@@ -273,14 +277,20 @@ class Pool:
                 if samples:
                     self.counts.resent += len(samples)
                     self._queue(msgspec.structs.replace(job.request, samples=samples))
-        for key, job in self._jobs.items():  # of all that is still wanted: could anybody left do it?
-            if (reason := self.why_never(msgspec.structs.replace(job.request, samples=job.missing))) is not None:
-                self._harvests[key[:2]].ready.put_nowait(InputError(reason))
         self._dispatch()
         self._warn(f"{error}\n{len(member.outstanding)} of its groups go to others; {len(self._members)} are left")
-        self.on_gone(worker, error)
-        if not self._members and self._failure is None and not self.help_is_coming():
-            self.fail(NoGeneratorsError(f"no generator is left; the last one: {error}"))
+        self.on_gone(worker, error, member.num_completed > 0)
+        self.check_who_is_left()
+
+    def check_who_is_left(self) -> None:
+        """After somebody has come or gone, if nobody else is on the way: could these do all that is still wanted?"""
+        if self._failure is not None or self.help_is_coming():
+            return
+        if not self._members:
+            self.fail(NoGeneratorsError(f"no generator is left; the last one: {self.last_loss}"))
+        for key, job in self._jobs.items():
+            if (reason := self.why_never(msgspec.structs.replace(job.request, samples=job.missing))) is not None:
+                self._harvests[key[:2]].ready.put_nowait(InputError(reason))
 
     def fail(self, error: Exception) -> None:
         """Nothing that is still wanted will come: whoever waits is told why."""
@@ -385,6 +395,7 @@ class Pool:
             return
         samples.remove(sample)
         member.free += 1
+        member.num_completed += 1
         if not samples:
             del member.outstanding[key]
             stream, period, slot = key

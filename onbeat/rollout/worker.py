@@ -95,6 +95,7 @@ class GeneratorWorker:
         while True:
             while self._engine.idle or self._channel.poll():
                 self._waits = True
+                self._tell_that_we_leave()
                 message = self._channel.recv()
                 self._waits = False
                 if message is None:

@@ -13,16 +13,18 @@ last holder is gone, so is the memory, whatever killed it.
 
 A generator that dies or does not answer in either phase is lost to the pool, and the period opens with the others; if
 none is left, with the first that comes. One that read other bytes than were published breaks a promise of the run
-(UnverifiedWeightsError), and the run stops.
+(UnverifiedWeightsError), and the run stops; unless it is a joiner so slow that its version is no longer current, whose
+memory may have been written again: it begins anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from onbeat.errors import WorkerError
+from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.patience import Patience
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
@@ -30,8 +32,11 @@ from onbeat.protocols import Generator, GeneratorPool, Snapshot
 class MemoryChannel:
     def __init__(self, pool: GeneratorPool) -> None:
         self._pool = pool
-        self._patience = Patience()
-        """With stages and activations."""
+        self._patience: defaultdict[tuple[bool, bool], Patience] = defaultdict(Patience)
+        """With stages and activations, by whether it is the generator's first load, which takes longer, and whether
+        the weights travel."""
+        self._loaded: set[str] = set()
+        """Generators that have loaded something."""
         self._joining: set[str] = set()
         self.current: Snapshot | None = None
 
@@ -42,6 +47,7 @@ class MemoryChannel:
         members = [generator for generator in self._pool.generators if generator.name not in self._joining]
         staged = await self._each(members, lambda generator: generator.stage(snapshot))
         for generator in await self._each(staged, lambda generator: generator.activate(snapshot.version)):
+            self._loaded.add(generator.name)
             self._pool.serves(generator.name, snapshot.version)
         await self._pool.until_served(snapshot.version)
 
@@ -50,8 +56,14 @@ class MemoryChannel:
         self._joining.add(generator.name)
         try:
             while (snapshot := self.current) is not None:
-                await self._timed(generator, generator.stage(snapshot))
-                await self._timed(generator, generator.activate(snapshot.version))
+                try:
+                    await self._timed(generator, generator.stage(snapshot))
+                    await self._timed(generator, generator.activate(snapshot.version))
+                except UnverifiedWeightsError:
+                    if snapshot is self.current:
+                        raise
+                    continue
+                self._loaded.add(generator.name)
                 if snapshot is self.current:
                     self._pool.serves(generator.name, snapshot.version)
                     return
@@ -77,14 +89,15 @@ class MemoryChannel:
     async def _timed(self, generator: Generator, phase: Awaitable[None]) -> None:
         """Give up who takes many times as long as it usually takes."""
         clock = asyncio.get_running_loop().time
-        began_s, limit_s = clock(), self._patience.limit_s
+        patience = self._patience[generator.name in self._loaded, generator.local]
+        began_s, limit_s = clock(), patience.limit_s
         try:
             async with asyncio.timeout(limit_s):  # wait_for would lose a cancellation that comes with the answer
                 await phase
         except TimeoutError:
             generator.kill()
             raise WorkerError(f"{generator.name} did not load its weights within {limit_s:.0f} s") from None
-        self._patience.paused(clock() - began_s)
+        patience.paused(clock() - began_s)
 
     def close(self) -> None:
         if self.current is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -11,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.algorithms.catalogue import ALGORITHMS
-from onbeat.errors import NoGeneratorsError, WorkerError
+from onbeat.errors import NoGeneratorsError, UnverifiedWeightsError, WorkerError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.period import train
-from onbeat.protocols import Generator
+from onbeat.protocols import Generator, Snapshot
 from onbeat.rollout.crew import MAX_DEATHS, Crew
 from onbeat.rollout.pool import Pool
 from onbeat.types import MicroBatch, UpdateTotals
@@ -228,6 +229,98 @@ def test_deaths_with_completions_between_them_are_forgiven() -> None:
     company, log = run_virtual(main())
     assert log == CALM
     assert company.pool.counts.lost_workers > 2 * MAX_DEATHS
+
+
+def test_those_that_die_before_they_have_done_anything_are_replaced_less_and_less_often() -> None:
+    async def main() -> tuple[list[float], list[MicroBatch | UpdateTotals]]:
+        company = Company(seed=1)
+        seen: list[float] = []
+
+        def kill_newcomers() -> None:
+            for generator in company.living[1:]:
+                seen.append(asyncio.get_running_loop().time())
+                generator.die()
+            asyncio.get_running_loop().call_later(0.05, kill_newcomers)
+
+        asyncio.get_running_loop().call_later(2.0, kill_newcomers)
+        return seen, await company.run(2)
+
+    seen, log = run_virtual(main())
+    assert log == CALM
+    pauses = [after - before for before, after in itertools.pairwise(seen)]
+    assert len(pauses) > 6
+    assert max(pauses[:2]) < 2.0
+    assert all(10.0 <= pause < 12.0 for pause in pauses[6:])
+
+
+@pytest.mark.parametrize("whom", [0, 1])
+def test_one_that_is_retired_while_weights_are_published_is_not_waited_for(whom: int) -> None:
+    async def main() -> tuple[Company, list[float]]:
+        company = Company(seed=4)
+        await company.crew.open(2)
+        company.all[whom].hang()  # so it would not answer
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        asyncio.get_running_loop().call_later(0.5, company.crew.leave, company.all[whom].name)
+        company.crew.want(2)
+        await company.channel.publish(await company.trainer.snapshot(0))
+        took_s = clock() - began_s
+        await company.crew.close()
+        company.channel.close()
+        return company, [took_s]
+
+    company, (took_s,) = run_virtual(main())
+    assert took_s < 5.0
+    assert company.pool.counts.lost_workers == 0
+
+
+def test_when_the_last_generator_leaves_and_none_is_coming_whoever_waits_is_told() -> None:
+    async def main() -> None:
+        company = Company(seed=1, max_deaths=0, start_failures=10**9)
+        asyncio.get_running_loop().call_later(5.0, company.crew.join, company.make("visitor"))
+        asyncio.get_running_loop().call_later(10.0, lambda: company.all[1].die())
+        asyncio.get_running_loop().call_later(15.0, company.crew.leave, "visitor")
+        await company.run(1)
+
+    with pytest.raises(NoGeneratorsError, match="no generator is left"):
+        run_virtual(main())
+
+
+def test_a_joiner_too_slow_for_its_version_begins_anew_and_one_with_wrong_bytes_of_the_current_one_ends_the_run() -> (
+    None
+):
+    class Slow(FakeGenerator):
+        """The memory it reads is written again while it is at it, so that it comes to another digest."""
+
+        async def stage(self, snapshot: Snapshot) -> None:
+            if not self.staged_before:
+                self.staged_before = True
+                await asyncio.sleep(5.0)
+                raise UnverifiedWeightsError("other bytes", period=snapshot.version, worker=self.name)
+            await super().stage(snapshot)
+
+        staged_before = False
+
+    async def main(publishes: int) -> Slow:
+        company = Company(seed=1)
+        await company.crew.open(1)
+        await company.channel.publish(await company.trainer.snapshot(0))
+        joiner = Slow("joiner", 8, random.Random(0))
+        company.pool.add(joiner)
+        bringing = asyncio.create_task(company.channel.bring(joiner))
+        await asyncio.sleep(0.1)
+        for version in range(1, 1 + publishes):
+            await company.channel.publish(await company.trainer.snapshot(version))
+        try:
+            await bringing
+        finally:
+            await company.crew.close()
+            company.channel.close()
+        return joiner
+
+    assert run_virtual(main(publishes=2)).version == 2
+    with pytest.raises(UnverifiedWeightsError):
+        run_virtual(main(publishes=0))
 
 
 def test_a_leaving_generator_finishes_what_it_has_and_gets_nothing_new() -> None:

@@ -72,7 +72,10 @@ class FakeGenerator:
     slowness: float = 1.0
     hangs: bool = False
     stopped: bool = False
+    local: bool = True
     owed: dict[GroupKey, int] = field(default_factory=dict)
+    asked: list[asyncio.Future[None]] = field(default_factory=list)
+    """What it has not answered yet."""
     events: GeneratorEvents | None = None
 
     def attach(self, events: GeneratorEvents) -> None:
@@ -94,6 +97,10 @@ class FakeGenerator:
     def stop(self) -> None:
         assert not any(self.owed.values()), "it was let go with work to do"
         self.stopped = True
+        for asked in self.asked:
+            asked.cancel()
+
+    async def ended(self) -> None: ...
 
     def die(self) -> None:
         """As by SIGKILL."""
@@ -112,9 +119,18 @@ class FakeGenerator:
 
     async def _working(self) -> None:
         """On what it was asked for; for ever, if it hangs."""
-        await asyncio.sleep(self.rng.random())
-        if self.hangs:
-            await asyncio.get_running_loop().create_future()
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.asked.append(over)
+        if not self.hangs:
+            asyncio.get_running_loop().call_later(self.rng.random(), lambda: over.done() or over.set_result(None))
+        try:
+            await over
+        except asyncio.CancelledError:
+            if self.stopped:
+                raise WorkerError(f"{self.name} has left") from None
+            raise
+        finally:
+            self.asked.remove(over)
         if self.dead:
             raise WorkerError(f"{self.name} is dead")
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from onbeat.cluster.forkserver import ForkServer, Spawn, SpawnFailed
+from onbeat.wire import Channel
 from tests.fakes.processes import RunProcess
 from tests.fakes.runs import run_digests, train_digests
 
@@ -90,6 +93,18 @@ def test_a_killed_reward_worker_is_replaced_and_the_weights_are_the_same(tmp_pat
     assert (code, errors) == (0, "")
     assert run_digests(tmp_path / "disturbed") == undisturbed
     assert len(list((tmp_path / "disturbed" / "logs").glob("reward-0*"))) == 2
+
+
+def test_a_fork_that_fails_is_told_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("os.fork", no_more)
+    order = Spawn(name="generator-9", entry="none:none", settings=b"", log="none")
+    ForkServer(theirs)._spawn(order, os.open(os.devnull, os.O_RDONLY))
+    told = Channel[SpawnFailed](ours, SpawnFailed).recv()
+    assert told == SpawnFailed("generator-9", "[Errno 11] Resource temporarily unavailable")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

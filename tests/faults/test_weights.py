@@ -17,7 +17,7 @@ import torch
 
 from onbeat.admission import Room
 from onbeat.cores import Threads
-from onbeat.errors import UnverifiedWeightsError
+from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.messages import (
     Activate,
     Activated,
@@ -264,6 +264,28 @@ def test_a_joiner_whose_loading_is_cancelled_in_the_moment_it_answers_does_not_g
         channel.close()
 
     asyncio.run(main())
+
+
+def test_a_process_that_never_says_it_is_ready_is_given_up() -> None:
+    killed = []
+
+    class Mute(SocketChild):
+        def __init__(self) -> None:
+            super().__init__(lambda channel: channel.recv() and None)
+
+        def kill(self) -> None:
+            killed.append(self.name)
+
+    async def main() -> None:
+        child = Mute()
+        try:
+            await GeneratorProcess.ready(child, within_s=0.05)
+        finally:
+            child.connection.close()
+
+    with pytest.raises(WorkerError, match="generator-0 was not ready within 0 s"):
+        asyncio.run(main())
+    assert killed == ["generator-0"]
 
 
 def test_the_worker_refuses_work_for_a_version_it_does_not_serve() -> None:

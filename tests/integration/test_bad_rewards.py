@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ def bad(completions, misbehaves, pids, **columns):
     values = honest(completions)
     if not misbehaves[0] or not any(map(poisoned, completions)):
         return values
+    with open(pids[0] + ".kinds", "a") as told:
+        told.write(misbehaves[0] + "\\n")
     with open(pids[0], "a") as file:
         match misbehaves[0]:
             case "raise":
@@ -55,11 +58,13 @@ def bad(completions, misbehaves, pids, **columns):
                 return [float("nan") if poisoned(text) else value for text, value in zip(completions, values)]
             case "text":
                 return ["x" if poisoned(text) else value for text, value in zip(completions, values)]
+            case "none at all":
+                return None
             case "too few":
                 return values[:-1]
     return values
 """
-KINDS = ["raise", "hang", "take 4 GB", "fork", "fork and leave", "nan", "text", "too few"]
+KINDS = ["raise", "hang", "take 4 GB", "fork", "fork and leave", "nan", "text", "too few", "none at all"]
 HARMLESS = {"", "fork"}
 """After which the rewards are right."""
 PERIODS = 10
@@ -132,9 +137,17 @@ def test_rewards_that_misbehave_in_a_tenth_of_the_calls_spoil_no_other_reward(tm
             unscorable += 1
         else:
             assert record["reward"] == right[place]["reward"], (place, record, kind)
-    assert unscorable >= len(KINDS) - 1, "too few of the calls misbehaved"
+    gone_off = Counter((tmp_path / "pids.kinds").read_text().splitlines())
+    assert gone_off.keys() == set(KINDS)
     for pid in (tmp_path / "pids").read_text().split():
         assert_gone(int(pid))
     grown = {name: memory[name] - memory_before[name] for name in memory}
-    figure("bad rewards", calls=PERIODS * 16, unscorable=unscorable, of=len(found), grown_kib=grown)
+    figure(
+        "bad rewards",
+        calls=PERIODS * 16,
+        gone_off=gone_off.total(),
+        unscorable=unscorable,
+        of=len(found),
+        grown_kib=grown,
+    )
     assert max(grown.values()) <= 50 * 1024

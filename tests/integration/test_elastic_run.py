@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import onbeat
 from onbeat.errors import NoGeneratorsError
@@ -66,6 +67,12 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def lanes(run_dir: Path) -> set[str]:
+    """Of the trace: who did something."""
+    events = json.loads((run_dir / "trace.json").read_text())
+    return {event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
 def seeded_kills(count: int, seed: int) -> list[str]:
     """One that dies before it has done anything, then one that has done something: so that the run gets on."""
     rng = random.Random(seed)
@@ -97,10 +104,12 @@ def test_workers_killed_while_idle_loading_prefilling_decoding_and_replying_cost
 
 
 def test_a_version_that_was_loaded_in_part_is_never_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A death after each tensor of the model."""
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=12)
-    faults = [fault for number in range(1, 13) for fault in (f"decode {number + 2}", f"tensor {number}")]
-    assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=12) == faults
+    """A death after each tensor of the model; between two of them one that has done something."""
+    num_tensors = 21
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=16)
+    assert len(load_file(tmp_path / "undisturbed" / "model" / "model.safetensors")) == num_tensors
+    faults = [fault for number in range(1, num_tensors + 1) for fault in (f"decode {number + 2}", f"tensor {number}")]
+    assert faulty(tmp_path / "run", faults, monkeypatch, schedule__periods=16) == faults
     assert run_digests(tmp_path / "run") == undisturbed
 
 
@@ -153,6 +162,7 @@ class Visitors:
         self._run = run
         self._rng = random.Random(seed)
         self._workers: list[subprocess.Popen[str]] = []
+        self._leavers: list[tuple[subprocess.Popen[str], signal.Signals]] = []
         self.kinds: Counter[str] = Counter()
 
     @property
@@ -167,9 +177,9 @@ class Visitors:
         if kind == "join":
             self._workers.append(worker(["--join", str(self._run.run_dir)]))
         elif kind == "leave":
-            self._workers.pop(rng.randrange(len(self._workers))).send_signal(
-                rng.choice([signal.SIGTERM, signal.SIGKILL])
-            )
+            leaver = self._workers.pop(rng.randrange(len(self._workers)))
+            self._leavers.append((leaver, rng.choice([signal.SIGTERM, signal.SIGKILL])))
+            leaver.send_signal(self._leavers[-1][1])
         else:
             assert scale(self._run.run_dir, rng.randint(1, 4)).returncode == 0
         self.kinds[kind] += 1
@@ -178,6 +188,11 @@ class Visitors:
         for each in self._workers:
             output, errors = each.communicate(timeout=60)
             assert each.returncode == 0, output + errors
+        for each, signum in self._leavers:
+            output, errors = each.communicate(timeout=60)
+            asked = signum == signal.SIGTERM and "joins" in output
+            assert each.returncode == (0 if asked else -signum), output + errors
+            assert ("has left" in output) == asked
 
 
 def worker(flags: list[str]) -> subprocess.Popen[str]:
@@ -207,6 +222,7 @@ def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     assert visitors.num_changes == changes
     assert run_digests(tmp_path / "run") == undisturbed
     visitors.finish()
+    assert any(re.fullmatch(r"generator-.*-\d+", name) for name in lanes(tmp_path / "run")), "nobody came to work"
     figure("joins and leaves", changes=changes, periods=periods, **visitors.kinds)
 
 
@@ -238,9 +254,7 @@ def test_a_worker_joins_over_the_network_with_the_token_and_without_the_models_f
     assert visitor.returncode == 0, visitor_errors
     assert "has left" in output
     assert run_digests(tmp_path / "run") == undisturbed
-    lanes = json.loads((tmp_path / "run" / "trace.json").read_text())
-    names = {event["args"]["name"] for event in lanes if event["name"] == "process_name"}
-    assert any(name.startswith("generator-") and not name[len("generator-") :].isdigit() for name in names)
+    assert any(re.fullmatch(r"generator-.*-\d+", name) for name in lanes(tmp_path / "run"))
 
 
 def test_mistakes_at_the_door_are_told(tmp_path: Path, token_file: Path) -> None:

@@ -59,7 +59,7 @@ def write_recipe(directory: Path) -> str:
 def test_smollm2_ends_with_the_same_weights_in_sync_and_periodic_with_two_generators(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     digests = set()
-    for mode, count in (("sync", 1), ("periodic", 1), ("periodic", 2)):
+    for mode, count in (("sync", 1), ("periodic", 2)):
         run_dir = tmp_path / f"{mode}-{count}"
         overrides = {"run.dir": str(run_dir), "schedule.mode": mode, "generator.count": count}
         result = onbeat.train(recipe, overrides=overrides)

@@ -86,7 +86,7 @@ def test_columns_of_another_layout_are_named_by_a_map_and_keep_their_own_names_t
         max_size=8,
     )
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_fuzzed_row_is_taken_or_refused_by_its_number(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
 ) -> None:
