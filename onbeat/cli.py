@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_rest("scale", "a run's directory and generators=N", [*rest, *flags])
             return _scale(arguments.run, arguments.what)
         if arguments.command == "worker":
-            _refuse_rest("worker", "--join and perhaps --token-file", [*rest, *flags])
-            return _worker(arguments.join, arguments.token_file)
+            _refuse_rest("worker", "--join and perhaps --token-file, --vllm-environment", [*rest, *flags])
+            return _worker(arguments.join, arguments.token_file, arguments.vllm_environment)
         if arguments.command == "export":
             _refuse_rest("export", "a run's directory, a directory to make, and perhaps --version", [*rest, *flags])
             return _export(arguments.run, arguments.model, arguments.version)
@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "--join", required=True, metavar="RUN", help="the run's directory, or HOST:PORT (cluster.listen)"
     )
     worker.add_argument("--token-file", metavar="FILE", help="with the run's token; for HOST:PORT")
+    worker.add_argument(
+        "--vllm-environment", metavar="DIR", help="where vLLM is on this machine, if the run generates with it"
+    )
     export = commands.add_parser(
         "export",
         help="make a model directory of a run's checkpoint",
@@ -209,12 +212,12 @@ def _scale(run_dir: str, what: str) -> int:
     return 0
 
 
-def _worker(place: str, token_file: str | None) -> int:
+def _worker(place: str, token_file: str | None, vllm_environment: str | None) -> int:
     from onbeat.own_loop import prepare_environment
     from onbeat.rollout.joiner import serve_run
 
     prepare_environment()  # before torch is imported
-    serve_run(place, token_file, _say)
+    serve_run(place, token_file, _say, vllm_environment)
     return 0
 
 

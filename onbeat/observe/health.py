@@ -43,7 +43,7 @@ class Health:
             )
 
     def _check_gap(self, period: str, gap: float) -> None:
-        if gap > MAX_GAP and not self._gap_told:
+        if not gap <= MAX_GAP and not self._gap_told:  # also if it is no number
             self._gap_told = True
             self._warn(
                 f"{period}: the sampler's log-probabilities are {gap:.2g} from the trainer's on average (gap_mean), "

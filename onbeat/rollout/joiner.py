@@ -24,21 +24,27 @@ from onbeat.control import ask_to_join, connect_here, connect_there
 from onbeat.errors import ConfigError, WorkerError
 from onbeat.messages import Welcome
 from onbeat.rollout.client import ENTRIES
+from onbeat.rollout.vllm.server import check_config
 from onbeat.secret import read_token
 
 _LEFT_AT_ONCE = 130
 
 
-def serve_run(place: str, token_file: str | None, say: Callable[[str], None]) -> None:
+def serve_run(
+    place: str, token_file: str | None, say: Callable[[str], None], vllm_environment: str | None = None
+) -> None:
     """Until the run ends, or somebody wants us to leave. Imports torch; prepare the environment first."""
     sock = connect(place, token_file)
     welcome = ask_to_join(sock)
     if welcome is None:
         raise WorkerError(f"--join {place}: the run does not want another generator now")
     with tempfile.TemporaryDirectory(prefix="onbeat-worker-") as folder:
-        settings = msgspec.structs.replace(welcome.settings, model_dir=_unpacked(welcome, Path(folder)))
+        config = _here(Config.model_validate_json(welcome.settings.config), vllm_environment)
+        settings = msgspec.structs.replace(
+            welcome.settings, model_dir=_unpacked(welcome, Path(folder)), config=config.model_dump_json()
+        )
         say(f"{settings.name} joins {place}")
-        module, _, function = ENTRIES[Config.model_validate_json(settings.config).generator.backend].partition(":")
+        module, _, function = ENTRIES[config.generator.backend].partition(":")
         main = getattr(importlib.import_module(module), function)
 
         def started(worker: Any) -> None:
@@ -52,7 +58,7 @@ def serve_run(place: str, token_file: str | None, say: Callable[[str], None]) ->
             signal.signal(signal.SIGTERM, leave)
 
         sock.settimeout(None)
-        with suppress(ConnectionError):  # the run has ended
+        with suppress(OSError):  # the run has ended, or is out of reach
             main(sock, msgspec.msgpack.encode(settings), started)
     say(f"{settings.name} has left")
 
@@ -69,6 +75,17 @@ def connect(place: str, token_file: str | None) -> socket.socket:
     if sock is None:
         raise ConfigError(f"--join {place}: no run is going there")
     return sock
+
+
+def _here(config: Config, vllm_environment: str | None) -> Config:
+    """With what differs on this machine: where vLLM is, and no server but our own."""
+    if config.generator.backend != "vllm":
+        return config
+    there = config.generator.vllm
+    vllm = there.model_copy(update={"servers": (), "environment": vllm_environment or there.environment})
+    ours = config.model_copy(update={"generator": config.generator.model_copy(update={"vllm": vllm})})
+    check_config(ours)
+    return ours
 
 
 def _unpacked(welcome: Welcome, folder: Path) -> str:

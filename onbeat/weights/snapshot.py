@@ -13,6 +13,7 @@ later finds that another is current, and begins anew (memory.py).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -172,7 +173,8 @@ class Mapped:
             yield name, _view(self._memory, place, start)
 
     def close(self) -> None:
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # a traceback may hold a view still: its end frees the memory
+            self._memory.close()
 
 
 def _populate(memory: mmap.mmap, how: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import socket
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -14,8 +16,18 @@ from typing import Any
 import pytest
 
 from onbeat.config import Config
-from onbeat.errors import InputError, WorkerError
-from onbeat.rollout.vllm.server import Server, check_config, check_place, command_line, server_environment, why
+from onbeat.errors import InputError, NumbersError, WorkerError
+from onbeat.rollout import vllm
+from onbeat.rollout.vllm.server import (
+    Server,
+    check_config,
+    check_place,
+    claim,
+    claim_slot,
+    command_line,
+    server_environment,
+    why,
+)
 from onbeat.rollout.vllm.worker import completion_of, request_body
 from onbeat.types import GroupRequest
 from tests.fakes.models import request, sampling
@@ -51,6 +63,8 @@ class Playing:
         self.says: dict[str, Any] = {
             "/version": {"version": "0.32.0"},
             "/collective_rpc": {"results": [DESCRIBED]},
+            "/v1/models": {"data": [{"id": "policy"}]},
+            "/inference/v1/generate": 400,
         }
         outer = self
 
@@ -120,6 +134,7 @@ def test_a_server_as_it_should_be_passes(playing: Playing, tmp_path: Path) -> No
             {"results": [{**DESCRIBED, "sizes": {**DESCRIBED["sizes"], "hidden_size": 576}}]},  # type: ignore[dict-item]
             r"serves another model: .*'hidden_size': 576.* instead of .*'hidden_size': 64.*\(model\.path\)",
         ),
+        ("/inference/v1/generate", 403, "takes no tokens; start it with --enable-scale-out"),
         ("/collective_rpc", {"results": [{**DESCRIBED, "logprobs_mode": "raw_logprobs"}]}, "--logprobs-mode processed"),
     ],
 )
@@ -152,13 +167,27 @@ def test_servers_that_others_could_reach_are_refused(place: str) -> None:
         check_place(place)
 
 
+def test_a_server_on_loopback_that_listens_to_others_as_well_is_refused() -> None:
+    with socket.create_server(("", 0)) as everywhere, socket.create_server(("127.0.0.1", 0)) as here:
+        check_place(f"http://127.0.0.1:{here.getsockname()[1]}")
+        with pytest.raises(InputError, match="listens to other machines, too"):
+            check_place(f"http://127.0.0.1:{everywhere.getsockname()[1]}")
+
+
+def test_a_server_is_claimed_once_and_slots_are_the_lowest_free_ones() -> None:
+    assert claim("some server")
+    assert not claim("some server")
+    assert claim_slot() < claim_slot()
+
+
 def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no Python environment there; `make vllm-env` makes one"):
         check_config(config(environment=str(tmp_path / "nowhere")))
     with pytest.raises(InputError, match=r"names 1 servers; generator\.count wants 2"):
         check_config(config(servers=("unix:/a",), generator={"count": 2}))
-    with pytest.raises(InputError, match=r"generator\.vllm\.arguments\.max_num_seqs: onbeat sets this itself"):
-        check_config(config(servers=("unix:/a",), arguments={"max_num_seqs": 3}))
+    for name in ("max_num_seqs", "max_num_seq", "no_enable_scale_out", "disable_log_stats"):
+        with pytest.raises(InputError, match=rf"generator\.vllm\.arguments\.{name}: onbeat sets this itself"):
+            check_config(config(servers=("unix:/a",), arguments={name: True}))
     check_config(config(servers=("unix:/a",), arguments={"gpu_memory_utilization": 0.8}))
 
 
@@ -177,15 +206,21 @@ def test_the_recipes_arguments_come_last_and_defaults_can_be_undone() -> None:
     assert lora[lora.index("--max-lora-rank") + 1] == "8"
 
 
-def test_servers_share_the_cores_and_see_nothing_of_our_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_share_cores_and_devices_and_see_nothing_of_our_own_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     two = config(generator={"count": 2})
-    environments = [server_environment(two, f"generator-{number}") for number in (0, 1, 2)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    environments = [server_environment(two, slot, tmp_path) for slot in (0, 1, 2)]
     assert [one["VLLM_CPU_OMP_THREADS_BIND"] for one in environments] == ["0,1", "2,3", "0,1"]
-    assert "MKL_CBWR" not in environments[0]
-    parallel = config(generator={"count": 1}, tensor_parallel=2)
-    assert server_environment(parallel, "generator-0")["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["4", "5", "6"]
+    assert {"MKL_CBWR", "VLLM_API_KEY"} & environments[0].keys() == set()
+    parallel = server_environment(config(generator={"count": 1}, tensor_parallel=2), 0, tmp_path)
+    assert parallel["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert parallel["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
 def test_the_reason_is_found_in_a_servers_log() -> None:
@@ -224,6 +259,34 @@ def reply(**choice: Any) -> dict[str, Any]:
     return {"choices": [{**whole, **choice}]}
 
 
+def test_a_log_probability_that_is_no_number_means_that_training_has_diverged() -> None:
+    content = [{"token_id": 9, "logprob": -9999.0}, {"token_id": 1, "logprob": -0.25}]
+    with pytest.raises(NumbersError, match="version 0: the model's logits are not finite"):
+        completion_of(reply(logprobs={"content": content}), asked(), 0)
+
+
+def extension() -> Any:
+    path = Path(vllm.__file__).parent / "extension" / "onbeat_vllm.py"
+    found = importlib.util.spec_from_file_location("onbeat_vllm", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_a_layer_that_goes_on_computing_with_the_weights_before_is_noticed() -> None:
+    stale_layers = extension().stale_layers
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    before = {"model.layers.0.attn.qkv_proj": b"1", "model.layers.0.o_proj": b"2", "lm_head": b"3"}
+    after = {"model.layers.0.attn.qkv_proj": b"4", "model.layers.0.o_proj": b"5", "lm_head": b"6"}
+    changed = {"model.embed_tokens.weight", "model.layers.0.attn.k_proj.weight", "model.layers.0.o_proj.weight"}
+    assert stale_layers(before, after, changed, packed) == []
+    assert stale_layers(before, {**after, "lm_head": b"3"}, changed, packed) == ["lm_head"]
+    assert stale_layers(before, before, changed, packed) == list(before)
+    assert stale_layers(before, before, set(), packed) == []
+
+
 def test_a_reply_becomes_a_completion() -> None:
     completion = completion_of(reply(), asked(), 1)
     assert (completion.slot, completion.sample, completion.version) == (3, 1, 0)
@@ -238,8 +301,9 @@ def test_a_reply_becomes_a_completion() -> None:
         {"weight_versions": [{"version": "default", "start": 0, "end": 2}]},
         {"weight_versions": [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]},
         {"weight_versions": None},
+        {"token_ids": [9, 1, 1]},
     ],
 )
 def test_a_reply_that_is_not_whole_or_of_another_version_is_refused(choice: dict[str, Any]) -> None:
-    with pytest.raises(WorkerError, match=r"vLLM (ended a completion with|answered from version)"):
+    with pytest.raises(WorkerError, match=r"vLLM (ended a completion with|answered from version|sent 3 tokens with 2)"):
         completion_of(reply(**choice), asked(), 0)

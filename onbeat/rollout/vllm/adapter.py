@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from onbeat.config import LoraSection
+from onbeat.rollout.vllm.folders import fresh_folder
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "base_model.model."
@@ -21,8 +21,7 @@ _PREFIX = "base_model.model."
 @contextmanager
 def adapter_directory(tensors: Mapping[str, torch.Tensor], section: LoraSection) -> Iterator[Path]:
     """A fresh one, in memory where that is possible, as peft would have written it."""
-    with tempfile.TemporaryDirectory(prefix="onbeat-adapter-", dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-        directory = Path(folder)
+    with fresh_folder("onbeat-adapter-", _MEMORY) as directory:
         save_file(
             {_PREFIX + re.sub(r"\.default\.", ".", name): tensor for name, tensor in tensors.items()},
             directory / "adapter_model.safetensors",

@@ -2,7 +2,7 @@
 
     worker.py ── HTTP over a Unix socket, or loopback ──▶ API server ─▶ engine ─▶ its workers (+ our extension)
 
-Its control routes (pause, load, reset) have no lock, so a server that can be reached from elsewhere is refused. What
+Its control routes (pause, load, reset) have no lock, so a server that listens to other machines is refused. What
 onbeat needs of a server it did not start is said in docs/vllm.md, and checked here: version, model, extension, which
 log-probabilities it reports.
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import ipaddress
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
-import tempfile
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +35,15 @@ from onbeat.config import Config
 from onbeat.cores import generator_threads
 from onbeat.environment import TORCH_ENVIRONMENT
 from onbeat.errors import InputError, WorkerError
+from onbeat.rollout.vllm.folders import make_folder
 
 VERSIONS = "0.32."
 SERVED_NAME = "policy"
 _EXTENSION = Path(__file__).parent / "extension"
 _SOCKETS = "onbeat-vllm-"
+_CONTROL_S = 600.0
+"""For an answer to anything but a request for tokens."""
+_MAX_LINE_BYTES = 1 << 24
 _START_S = 900.0
 """A compiled server on a slow machine takes minutes."""
 _END_S = 10.0
@@ -66,8 +72,8 @@ class Server:
     def __init__(self, place: str) -> None:
         """`place`: unix:PATH, or http://HOST:PORT of this machine."""
         self.place = place
-        self.version = ""
-        """As `check` found it."""
+        self.version = self.model = ""
+        """As `check` found it: of vLLM, and the name under which the model is served."""
         self._process: asyncio.subprocess.Process | None = None
         self._copying: asyncio.Task[None] | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -77,33 +83,42 @@ class Server:
             transport=httpx2.AsyncHTTPTransport(
                 uds=socket_path, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None)
             ),
-            timeout=None,  # who is silent for too long is given up by the pool
+            timeout=None,  # see _sent
         )
 
     @classmethod
     async def start(cls, config: Config, model_dir: str, name: str) -> Server:
-        folder = _socket_folder()
+        folder = make_folder(_SOCKETS)
         server = cls(f"unix:{folder}/server.sock")
+        try:
+            await server._begin(config, model_dir, name, folder)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _begin(self, config: Config, model_dir: str, name: str, folder: Path) -> None:
         python = Path(config.generator.vllm.environment) / "bin" / "python"
-        server._process = await asyncio.create_subprocess_exec(
+        self._process = await asyncio.create_subprocess_exec(
             str(python.absolute()),
             *command_line(config, model_dir, f"{folder}/server.sock"),
-            env=server_environment(config, name),
+            env=server_environment(config, claim_slot(), folder),
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # a terminal's Ctrl-C is not for it
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
-        server._copying = asyncio.create_task(server._copy_log())
+        self._copying = asyncio.create_task(self._copy_log())
         try:
             async with asyncio.timeout(_START_S):
-                while not await server.healthy():
-                    if server._process.returncode is not None:
-                        raise WorkerError(await server.why_ended())
+                while not await self.healthy():
+                    if self._process.returncode is not None:
+                        raise WorkerError(await self.why_ended())
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            raise WorkerError(f"vLLM did not start within {_START_S:.0f} s", server.log_tail()) from None
-        return server
+            raise WorkerError(f"{name}: vLLM did not start within {_START_S:.0f} s", self.log_tail()) from None
 
     async def _copy_log(self) -> None:
         assert self._process is not None
@@ -141,11 +156,11 @@ class Server:
             return
         if self._process.returncode is None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), _END_S)
-            except TimeoutError:
-                self._process.kill()  # what it leaves behind goes with us (forkserver.py)
-                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # whatever it has left behind
+        await self._process.wait()
         if self._copying is not None:
             self._copying.cancel()
         shutil.rmtree(Path(self.place.removeprefix("unix:")).parent, ignore_errors=True)
@@ -154,7 +169,7 @@ class Server:
 
     async def healthy(self) -> bool:
         try:
-            return (await self._client.get("/health")).status_code == 200
+            return (await self._client.get("/health", timeout=5.0)).status_code == 200
         except httpx2.TransportError:
             return False
 
@@ -164,13 +179,25 @@ class Server:
     async def post(self, route: str, body: Any = None, **query: str) -> Any:
         return self._content(await self._sent("POST", route, body, query), route)
 
+    async def generate(self, body: Any) -> Any:
+        """However long it takes: who is silent for too long is given up by the pool."""
+        route = "/inference/v1/generate"
+        return self._content(await self._sent("POST", route, body, timeout_s=None), route)
+
     async def _sent(
-        self, method: str, route: str, body: Any = None, query: dict[str, str] | None = None
+        self,
+        method: str,
+        route: str,
+        body: Any = None,
+        query: dict[str, str] | None = None,
+        timeout_s: float | None = _CONTROL_S,
     ) -> httpx2.Response:
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content is not None else {}
         try:
-            return await self._client.request(method, route, content=content, params=query, headers=headers)
+            return await self._client.request(
+                method, route, content=content, params=query, headers=headers, timeout=timeout_s
+            )
         except httpx2.TransportError as error:
             raise WorkerError(f"vLLM at {self.place} does not answer {route} ({type(error).__name__})") from None
 
@@ -203,14 +230,18 @@ class Server:
         self.version = (await self.get("/version"))["version"]
         if not self.version.startswith(VERSIONS):
             raise InputError(f"the server at {self.place} is vLLM {self.version}; onbeat drives {VERSIONS}x")
-        try:
-            described = (await self.rpc("onbeat_describe"))[0]
-        except WorkerError as error:
+        answer = await self._sent("POST", "/collective_rpc", {"method": "onbeat_describe"})
+        if answer.status_code != 200:
             raise InputError(
-                f"the server at {self.place} does not have onbeat's extension ({error}); start it with "
-                f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={_EXTENSION} and --worker-extension-cls onbeat_vllm.Extension"
-            ) from None
-        found = msgspec.convert(described, ServerDescription)
+                f"the server at {self.place} does not have onbeat's extension ({answer.status_code}: {_said(answer)}); "
+                f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={_EXTENSION} and --worker-extension-cls "
+                "onbeat_vllm.Extension"
+            )
+        found = msgspec.convert(msgspec.json.decode(answer.content)["results"][0], ServerDescription)
+        self.model = (await self.get("/v1/models"))["data"][0]["id"]
+        answer = await self._sent("POST", "/inference/v1/generate", {})
+        if answer.status_code in (403, 404):
+            raise InputError(f"the server at {self.place} takes no tokens; start it with --enable-scale-out")
         wanted = json.loads((Path(model_dir) / "config.json").read_text())
         text = wanted.get("text_config", wanted)
         model = (wanted.get("architectures"), {name: text.get(name) for name in found.sizes})
@@ -232,7 +263,7 @@ class Server:
         if found.max_lora_rank < config.lora.rank:
             raise InputError(
                 f"the server at {self.place} takes adapters of rank {found.max_lora_rank} at most; start it with "
-                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {config.lora.rank}"
+                f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {_lora_rank(config.lora.rank)}"
             )
         return found
 
@@ -253,18 +284,38 @@ def check_config(config: Config) -> None:
 
 
 def check_place(place: str) -> None:
-    """Raises InputError unless the server is one that nobody elsewhere can reach, by its address."""
+    """Raises InputError unless the server is one that nobody elsewhere can reach."""
     if place.startswith("unix:"):
         return
-    url = urlsplit(place)
-    host = url.hostname or ""
     with contextlib.suppress(ValueError):
+        url = urlsplit(place)
+        host, port = url.hostname or "", url.port or 80
         if url.scheme == "http" and (host == "localhost" or ipaddress.ip_address(host).is_loopback):
+            if open_to_others(port):
+                raise InputError(
+                    f"generator.vllm.servers: the server at {place} listens to other machines, too, and its control "
+                    "routes have no lock; start it with --host 127.0.0.1 or --uds PATH"
+                )
             return
     raise InputError(
         f"generator.vllm.servers: {place!r} is neither unix:PATH nor http://127.0.0.1:PORT. vLLM's control routes have "
         "no lock, so onbeat uses servers of its own machine alone; on another one, `onbeat worker --join` starts one"
     )
+
+
+def open_to_others(port: int) -> bool:
+    """Whether somebody on this machine listens at the port on more than loopback."""
+    for table, is_loopback in (
+        ("tcp", lambda address: address.endswith("7F")),
+        ("tcp6", lambda address: address in ("00000000000000000000000001000000", "0000000000000000FFFF00000100007F")),
+    ):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                address, _, number = fields[1].partition(":")
+                if fields[3] == "0A" and int(number, 16) == port and not is_loopback(address):
+                    return True
+    return False
 
 
 def command_line(config: Config, model_dir: str, socket_path: str) -> list[str]:
@@ -290,12 +341,16 @@ def command_line(config: Config, model_dir: str, socket_path: str) -> list[str]:
         "kv-cache-memory-bytes": int(generator.cache_gib * 2**30),
         "disable-uvicorn-access-log": True,
     }
+    if model_dir and not any(Path(model_dir).glob("*.safetensors")):
+        defaults["load-format"] = "dummy"  # on another machine: the weights come before anything is served
     theirs = {name.replace("_", "-"): value for name, value in vllm.arguments.items()}
-    if taken := sorted(set(theirs) & {*ours, "host", "port", "model", "api-key"}):
-        raise InputError(
-            f"generator.vllm.arguments.{taken[0].replace('-', '_')}: onbeat sets this itself; the keys of [generator] "
-            "say how many sequences, how much cache and how many ranks"
-        )
+    for name in theirs:
+        plain = name.removeprefix("no-")
+        if any(own.startswith(plain) for own in (*ours, *_NOT_FOR_RECIPES)):  # vLLM understands beginnings of names
+            raise InputError(
+                f"generator.vllm.arguments.{name.replace('-', '_')}: onbeat sets this itself; the keys of [generator] "
+                "say how many sequences, how much cache and how many ranks"
+            )
     # Not `vllm serve`, which does not start with the build for CPUs: it looks for a package named "vllm".
     words = ["-m", "vllm.entrypoints.openai.api_server", "--model", model_dir]
     for name, value in (ours | defaults | theirs).items():
@@ -306,6 +361,12 @@ def command_line(config: Config, model_dir: str, socket_path: str) -> list[str]:
         else:
             words += [f"--{name}", str(value)]
     return words
+
+
+_NOT_FOR_RECIPES = (
+    "host", "port", "model", "api-key", "config", "load-format", "disable-log-stats", "data-parallel-size",
+    "api-server-count", "tokens-only", "skip-tokenizer-init",
+)  # fmt: skip
 
 
 def longest_sequence(config: Config, model_dir: str) -> int:
@@ -323,50 +384,69 @@ def _lora_rank(rank: int) -> int:
     return next((size for size in (1, 8, 16, 32, 64, 128, 256, 320, 512) if size >= rank), rank)
 
 
-def server_environment(config: Config, name: str) -> dict[str, str]:
-    """Without what onbeat gives its own processes; with its share of the cores, for vLLM on a CPU."""
-    kept = {key: value for key, value in os.environ.items() if key not in {*TORCH_ENVIRONMENT, "LD_PRELOAD"}}
-    kept.pop("VIRTUAL_ENV", None)
+def server_environment(config: Config, slot: int, folder: Path) -> dict[str, str]:
+    """Without what onbeat gives its own processes; with the slot's share of the cores, for vLLM on a CPU, and of
+    CUDA_VISIBLE_DEVICES. `folder`: for sockets of its own."""
+    dropped = {*TORCH_ENVIRONMENT, "LD_PRELOAD", "VIRTUAL_ENV", "VLLM_API_KEY"}
+    kept = {key: value for key, value in os.environ.items() if key not in dropped}
+    ranks = config.generator.vllm.tensor_parallel
+    devices = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if len(devices) >= (slot + 1) * ranks:
+        kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return kept | {
+        "VLLM_RPC_BASE_PATH": str(folder),
         "PYTHONPATH": str(_EXTENSION),
         "PATH": f"{Path(config.generator.vllm.environment).absolute()}/bin:{os.environ.get('PATH', '')}",
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if config.lora.rank else "0",
-        "VLLM_CPU_OMP_THREADS_BIND": _cores(config, name),
+        "VLLM_CPU_OMP_THREADS_BIND": _cores(config, slot),
     }
 
 
-def _cores(config: Config, name: str) -> str:
+_claims: list[socket.socket] = []
+
+
+def claim(what: str) -> bool:
+    """Whether it is ours from now on, until this process ends; nobody else of this machine has it."""
+    lock = socket.socket(socket.AF_UNIX)
+    try:
+        lock.bind(f"\0onbeat-vllm-{hashlib.sha256(what.encode()).hexdigest()}")
+    except OSError:
+        lock.close()
+        return False
+    _claims.append(lock)
+    return True
+
+
+def claim_slot() -> int:
+    """The lowest number that no other server of this machine and user has: it decides about cores and devices."""
+    return next(slot for slot in itertools.count() if claim(f"slot {os.getuid()} {slot}"))
+
+
+def _cores(config: Config, slot: int) -> str:
     """Which cores the server's ranks bind their threads to: `0-1`, `0|1`."""
     cores = sorted(os.sched_getaffinity(0))
     ranks = config.generator.vllm.tensor_parallel
     each = max(1, generator_threads(config.generator.threads, config.generator.bounds[1], len(cores)).alone // ranks)
-    number = int(match.group()) if (match := re.search(r"\d+$", name)) else 0
     bound = []
     for rank in range(ranks):
-        first = (number * ranks + rank) * each
+        first = (slot * ranks + rank) * each
         bound.append(",".join(str(core) for core in sorted({cores[(first + i) % len(cores)] for i in range(each)})))
     return "|".join(bound)
-
-
-def _socket_folder() -> Path:
-    """A new one; those of processes that died without a word are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
-        owner = old.name.removeprefix(_SOCKETS).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-"))
 
 
 _CAUSE = re.compile(r"(?:[\w.]*(?:Error|Exception)\b|\berror): .*")
 
 
+_NOT_THE_ROOT = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered an issue")
+
+
 def why(log: deque[str] | list[str]) -> str:
     """The sentence of a server's log that says why it ended."""
     causes = [match.group() for line in log if (match := _CAUSE.search(line)) is not None]
-    root = [cause for cause in causes if "Engine core initialization failed" not in cause]
-    return (root or causes or ["see its log"])[-1].strip()
+    root = [cause for cause in causes if not any(mark in cause for mark in _NOT_THE_ROOT)]
+    return (root or ["see its log"])[-1].strip()
 
 
 def _said(response: httpx2.Response) -> str:

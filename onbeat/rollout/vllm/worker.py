@@ -18,7 +18,6 @@ with it. A server that hangs stops counting tokens, so nothing is said, and the 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import socket
 import time
@@ -30,7 +29,7 @@ import msgspec
 
 from onbeat.admission import Room
 from onbeat.config import Config
-from onbeat.errors import InputError, WorkerError
+from onbeat.errors import InputError, NumbersError, WorkerError
 from onbeat.functions import raised
 from onbeat.keyed import sequence_key
 from onbeat.messages import (
@@ -54,16 +53,20 @@ from onbeat.messages import (
 )
 from onbeat.rollout.arriving import Arriving
 from onbeat.rollout.vllm.adapter import adapter_directory, in_our_names
-from onbeat.rollout.vllm.server import SERVED_NAME, Server, ServerDescription, check_place
+from onbeat.rollout.vllm.server import Server, ServerDescription, check_place, claim
 from onbeat.types import Completion, GroupKey, GroupRequest
 from onbeat.weights.snapshot import Mapped
 from onbeat.wire import Connection
 
+_NO_NUMBER = -9999.0
+"""What vLLM writes for a log-probability that is none."""
 WHY_NOT_EXACT = "vLLM's tokens depend on what shares their batch"
 _ASK_S = 1.0
 """Between two questions about progress."""
 _ENDS_S = 3.0
 """For a server whose requests fail to be seen to have ended."""
+_ATTACH_S = 120.0
+"""For a server that runs already to answer: somebody may be restarting it."""
 _EMPTY_S = 20.0
 """For the prefix cache to let go of what was aborted."""
 
@@ -117,7 +120,7 @@ class VllmWorker:
         work = [asyncio.create_task(part) for part in (self._read(), self._count_tokens(), self._watch())]
         try:
             await asyncio.wait([*work, self._failed], return_when=asyncio.FIRST_COMPLETED)
-            await self._tell_apart()
+            await self._tell_apart(work)
             for done in (self._failed, *work):
                 if done.done():
                     done.result()
@@ -128,12 +131,12 @@ class VllmWorker:
             if self._staging is not None:
                 self._staging.close()
 
-    async def _tell_apart(self) -> None:
-        """A request that failed: did it, or has the server ended? That is the better reason."""
-        if self._failed.done():
+    async def _tell_apart(self, work: list[asyncio.Task[None]]) -> None:
+        """Something failed: did it, or has the server ended? That is the better reason."""
+        if any(done.done() and done.exception() is not None for done in (self._failed, *work)):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._server.ended(), _ENDS_S)
-                raise WorkerError(await self._server.why_ended()) from self._failed.exception()
+                raise WorkerError(await self._server.why_ended())
 
     def leave(self) -> None:
         """From a signal handler."""
@@ -217,11 +220,12 @@ class VllmWorker:
 
     async def _load_adapter(self, staging: Staging) -> None:
         """Each version under a name of its own: a server that missed one cannot serve it."""
-        name = f"{SERVED_NAME}-{staging.version}"
+        name = f"{self._server.model}-{staging.version}"
         with adapter_directory(staging.mapped.tensors(), self._config.lora) as directory:
             loaded = await self._server.rpc("onbeat_adapter", path=str(directory))
             verify(staging.checksums, [in_our_names(one) for one in loaded], staging.version)
-            await self._server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
+            order = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+            await self._server.post("/v1/load_lora_adapter", order)
         if self._adapter is not None:
             await self._server.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
         self._adapter = name
@@ -249,8 +253,8 @@ class VllmWorker:
             self._failed.set_exception(error)
 
     async def _sample(self, request: GroupRequest, sample: int) -> None:
-        body = request_body(request, sample, self._adapter or SERVED_NAME)
-        reply = await self._server.post("/inference/v1/generate", body)
+        body = request_body(request, sample, self._adapter or self._server.model)
+        reply = await self._server.generate(body)
         completion = completion_of(reply, request, sample)
         self._sampled(self._tokens_before + 1)
         self._connection.send(Completed(completion))
@@ -290,6 +294,11 @@ def completion_of(reply: Any, request: GroupRequest, sample: int) -> Completion:
         raise WorkerError(f"vLLM answered from version {sorted(versions)} instead of {request.period}")
     if choice["finish_reason"] not in ("stop", "length"):
         raise WorkerError(f"vLLM ended a completion with {choice['finish_reason']!r}")
+    logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
+    if len(logprobs) != len(choice["token_ids"]):
+        raise WorkerError(f"vLLM sent {len(choice['token_ids'])} tokens with {len(logprobs)} log-probabilities")
+    if min(logprobs, default=0.0) <= _NO_NUMBER:
+        raise NumbersError(f"version {request.period}: the model's logits are not finite")
     return Completion(
         stream=request.stream,
         period=request.period,
@@ -297,7 +306,7 @@ def completion_of(reply: Any, request: GroupRequest, sample: int) -> Completion:
         sample=sample,
         version=request.period,
         token_ids=tuple(choice["token_ids"]),
-        sampler_logprobs=tuple(entry["logprob"] for entry in choice["logprobs"]["content"]),
+        sampler_logprobs=logprobs,
         finish_reason=choice["finish_reason"],
     )
 
@@ -313,21 +322,6 @@ def verify(published: dict[str, str], loaded: list[Any], version: int) -> None:
             )
 
 
-_claims: list[socket.socket] = []
-
-
-def claim(place: str) -> bool:
-    """Whether the server is ours from now on, until this process ends; no other generator of this machine has it."""
-    lock = socket.socket(socket.AF_UNIX)
-    try:
-        lock.bind(b"\0onbeat-vllm-" + hashlib.sha256(place.encode()).digest())
-    except OSError:
-        lock.close()
-        return False
-    _claims.append(lock)
-    return True
-
-
 def main(
     sock: socket.socket, settings_bytes: bytes, started: Callable[[VllmWorker], None] = lambda worker: None
 ) -> None:
@@ -337,18 +331,26 @@ def main(
 
 
 async def _obtain(config: Config, settings: WorkerSettings) -> Server:
-    """One of our own, or the first of those named that no other generator uses."""
+    """One of our own, or the first of those named that answers and that no other generator uses."""
     places = config.generator.vllm.servers
     if not places:
         return await Server.start(config, settings.model_dir, settings.name)
-    for place in places:
-        check_place(place)
-        if claim(place):
-            server = Server(place)
-            if not await server.healthy():
-                raise WorkerError(f"no vLLM server answers at {place} (generator.vllm.servers)")
-            return server
-    raise InputError(f"generator.vllm.servers names {len(places)} servers, and more generators are wanted")
+    deadline_s = time.monotonic() + _ATTACH_S
+    ours: set[str] = set()
+    while time.monotonic() < deadline_s:
+        for place in places:
+            check_place(place)
+            if place in ours or claim(place):
+                ours.add(place)  # tried again, if it does not answer
+                server = Server(place)
+                if await server.healthy():
+                    return server
+                await server.close()
+        await asyncio.sleep(1.0)
+    raise WorkerError(
+        f"none of the servers of generator.vllm.servers is free and answers (tried for {_ATTACH_S:.0f} s: "
+        f"{', '.join(sorted(ours)) or 'all are used by other generators'})"
+    )
 
 
 async def _serve(sock: socket.socket, settings: WorkerSettings, started: Callable[[VllmWorker], None]) -> None:
@@ -361,9 +363,12 @@ async def _serve(sock: socket.socket, settings: WorkerSettings, started: Callabl
         worker = VllmWorker(connection, server, described, config)
         started(worker)
         connection.send(GeneratorReady(worker.room, f"vLLM {server.version}", repeatable=False))
+        if config.lora.rank and config.generator.vllm.servers:  # it may have served something else before
+            await server.rpc("reload_weights", weights_path=settings.model_dir)
         await worker.run()
     except Exception as error:
-        connection.send(Failed(str(error) if isinstance(error, InputError | WorkerError) else raised(error)))
+        known = isinstance(error, InputError | WorkerError | NumbersError)
+        connection.send(Failed(str(error) if known else raised(error), diverged=isinstance(error, NumbersError)))
         with suppress(TimeoutError):  # the run may be gone
             await asyncio.wait_for(connection.drained(), 5.0)
         raise

@@ -38,9 +38,18 @@ class Extension:
         worker: Any = self
         with open(path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        model = worker.model_runner.get_model()
+        before = _outputs(model)
         checksums: dict[str, str] = {}
         worker.reload_weights(weights_iterator=_tensors(memory, checksums))
-        _process_tied(worker.model_runner.get_model())
+        _process_tied(model)
+        last: dict[str, str] = getattr(self, "_onbeat_last", {})
+        changed = {name for name, checksum in checksums.items() if last.get(name, checksum) != checksum}
+        if stale := stale_layers(before, _outputs(model), changed, getattr(model, "packed_modules_mapping", {})):
+            raise RuntimeError(f"{len(stale)} layers still compute with the weights before: {stale[:3]}")
+        if different := _different(model, _tensors(memory)):
+            raise RuntimeError(f"{len(different)} parameters are not what was loaded: {different[:3]}")
+        self._onbeat_last = checksums
         return checksums
 
     def onbeat_adapter(self, path: str) -> dict[str, str]:
@@ -49,6 +58,51 @@ class Extension:
 
         tensors = load_file(f"{path}/adapter_model.safetensors")
         return {name: _checksum(memoryview(tensor.numpy()).cast("B")) for name, tensor in tensors.items()}
+
+
+def _outputs(model: torch.nn.Module) -> dict[str, bytes]:
+    """What each linear layer, the head among them, makes of a fixed input, to the last bit: whatever it computes with,
+    be it a packed copy of its weights."""
+    found = {}
+    for name, layer in model.named_modules():
+        width = getattr(layer, "input_size_per_partition", None) or getattr(layer, "embedding_dim", None)
+        method: Any = getattr(layer, "quant_method", None)
+        weight = getattr(layer, "weight", None)
+        if isinstance(width, int) and hasattr(method, "apply") and isinstance(weight, torch.Tensor):
+            fixed = torch.linspace(-1.0, 1.0, 4 * width).sin().view(4, width).to(weight.device, weight.dtype)
+            with torch.inference_mode():
+                found[name] = method.apply(layer, fixed).float().cpu().numpy().tobytes()
+    return found
+
+
+def stale_layers(
+    before: dict[str, bytes], after: dict[str, bytes], changed: set[str], packed: dict[str, list[str]]
+) -> list[str]:
+    """Layers whose tensors were changed by the load, while what they compute was not. `packed`: which tensors of a
+    checkpoint become one layer. A head without a tensor of its own has the embedding's."""
+    embedding = {name for name in changed if name.endswith("embed_tokens.weight")}
+    stale = []
+    for name, output in after.items():
+        folder, _, leaf = name.rpartition(".")
+        sources = {f"{folder}.{part}.weight".lstrip(".") for part in packed.get(leaf, [leaf])}
+        if leaf == "lm_head" and not sources & changed:
+            sources = embedding
+        if sources & changed and before.get(name) == output:
+            stale.append(name)
+    return stale
+
+
+def _different(model: torch.nn.Module, loaded: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    """Of the parameters that vLLM keeps as they were loaded (norms, embeddings, biases): those that differ."""
+    parameters = dict(model.named_parameters())
+    different = []
+    for name, tensor in loaded:
+        found = parameters.get(name)
+        if found is None or found.shape != tensor.shape or not found.dtype.is_floating_point:
+            continue
+        if not torch.equal(found.detach().cpu(), tensor.to(found.dtype)):
+            different.append(name)
+    return different
 
 
 def _process_tied(model: torch.nn.Module) -> None:
@@ -69,14 +123,16 @@ def _checksum(content: memoryview) -> str:
     return hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
-def _tensors(memory: mmap.mmap, checksums: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(memory: mmap.mmap, checksums: dict[str, str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of a snapshot; their checksums are written down on the way."""
     length = int.from_bytes(memory[:_LENGTH_BYTES], "little")
     table = json.loads(memory[_LENGTH_BYTES : _LENGTH_BYTES + length])
     start = -(-(_LENGTH_BYTES + length) // _ALIGN) * _ALIGN
     for name, place in table.items():
         dtype: torch.dtype = getattr(torch, place["dtype"])
         first = start + place["offset"]
-        with memoryview(memory)[first : first + place["num_bytes"]] as view:
-            checksums[name] = _checksum(view)
+        if checksums is not None:
+            with memoryview(memory)[first : first + place["num_bytes"]] as view:
+                checksums[name] = _checksum(view)
         flat = torch.frombuffer(memory, dtype=dtype, count=place["num_bytes"] // dtype.itemsize, offset=first)
         yield name, flat.view(place["shape"])
