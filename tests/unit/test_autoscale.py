@@ -67,7 +67,7 @@ def test_a_runs_records_move_its_crew_and_every_decision_is_told() -> None:
     wanted, told = [1], []
     session: Any = SimpleNamespace(
         config=SimpleNamespace(generator=SimpleNamespace(bounds=(1, 4))),
-        crew=SimpleNamespace(wanted=1, want=wanted.append),
+        crew=SimpleNamespace(num_visitors=0, wanted=1, want=wanted.append),
     )
     after_period = autoscaling(session, SimpleNamespace(decided=told.append))  # type: ignore[arg-type]
     for work_s in [10.0] * 6 + [40.0] * 6 + [10.0] * 6:

@@ -308,12 +308,13 @@ def test_a_sampler_far_from_the_trainer_is_told_once() -> None:
     told: list[str] = []
     health = Health(told.append)
     varied = [group(rollout(1.0), rollout(0.0))]
-    judge(health, 0, varied, report(gap_mean=MAX_GAP), report(gap_mean=None))
+    judge(health, 0, varied, report(gap_mean=MAX_GAP), report(gap_mean=0.5))  # the second one after a step
+    judge(health, 1, varied, report(gap_mean=None))
     assert told == []
-    judge(health, 1, varied, report(gap_mean=1e-5), report(gap_mean=0.02))
-    judge(health, 2, varied, report(gap_mean=0.03))
+    judge(health, 2, varied, report(gap_mean=0.02))
+    judge(health, 3, varied, report(gap_mean=float("nan")))
     assert len(told) == 1
-    assert "period 2: the sampler's log-probabilities are 0.02 from the trainer's" in told[0]
+    assert "period 3: the sampler's log-probabilities are 0.02 from the trainer's" in told[0]
     assert "algorithm.importance_cap" in told[0]
 
 
