@@ -70,9 +70,19 @@ ALGORITHM_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.integration
+OFTEN = ("dapo", "cispo", None)
+"""Algorithms that CI runs; the others differ from these in what tests/unit/test_algorithms.py looks at."""
+
+
 @pytest.mark.parametrize(
-    "setting", ALGORITHM_SETTINGS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items())
+    "setting",
+    [
+        pytest.param(
+            setting, marks=pytest.mark.integration if setting.get("algorithm.name") in OFTEN else pytest.mark.full
+        )
+        for setting in ALGORITHM_SETTINGS
+    ],
+    ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()),
 )
 def test_every_algorithm_dynamic_sampling_and_lora_are_exact(setting: dict[str, Any], tmp_path: Path) -> None:
     """Sync with one generator, periodic with three."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import subprocess
 import sys
@@ -34,6 +35,8 @@ def marked_processes(mark: str) -> dict[int, str]:
 class RunProcess:
     def __init__(self, run_dir: Path, recipe: str = RECIPE, **overrides: Any) -> None:
         self.run_dir = run_dir
+        self._num_periods = 0
+        """That it has told of, as far as it was read."""
         self._mark = f"ONBEAT_TEST_MARK={uuid.uuid4()}"
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
         flags = [text for key, value in {**SMALL, **keys}.items() for text in (f"--{key}", str(value))]
@@ -50,9 +53,21 @@ class RunProcess:
         """Read its output up to the line that starts so."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if line.startswith("period "):
+                self._num_periods = int(line.split()[1].partition("/")[0])
             if line.startswith(start):
                 return line
         raise AssertionError(f"it ended without a line {start!r}: {self.process.stderr and self.process.stderr.read()}")
+
+    def wait_for_period(self, number: int) -> None:
+        """Until so many periods are over."""
+        while self._num_periods < number:
+            self.wait_for_line("period ")
+
+    def wait_for_joiner(self) -> None:
+        """Until somebody from outside has joined."""
+        while re.match(r"generator-\S+-\d+ has joined", self.wait_for_line("generator-")) is None:
+            pass
 
     def alive(self) -> dict[int, str]:
         """Every living process of the run: pid and name."""

@@ -124,6 +124,7 @@ def test_lora_targets_that_are_not_in_the_model_are_refused(tmp_path: Path) -> N
         train_digests(tmp_path / "run", lora__rank=4, lora__targets=["nope"])
 
 
+@pytest.mark.full
 def test_into_a_run_with_lora_come_workers_of_this_machine_and_no_others(tmp_path: Path) -> None:
     keys = {"lora__rank": 8, "trainer__learning_rate": 0.003, "schedule__periods": 100}
     undisturbed = train_digests(tmp_path / "undisturbed", **keys)

@@ -24,7 +24,7 @@ def honest(completions, **columns):
     return [float(zlib.crc32(text.encode()) % 1000) for text in completions]
 
 def poisoned(text):
-    return zlib.crc32(text.encode()) % 3 == 0
+    return zlib.crc32(text.encode()) % 4 != 0
 
 def bad(completions, misbehaves, pids, **columns):
     values = honest(completions)
@@ -130,7 +130,7 @@ def test_rewards_that_misbehave_in_a_tenth_of_the_calls_spoil_no_other_reward(tm
         period = int(place[0].removeprefix("period-").removesuffix(".jsonl"))
         number = (period * 16 + place[1]) % 160
         kind = KINDS[number // 10 % len(KINDS)] if number % 10 == 0 else ""
-        poisoned = zlib.crc32(record["completion"].encode()) % 3 == 0
+        poisoned = zlib.crc32(record["completion"].encode()) % 4 != 0
         assert record["completion"] == right[place]["completion"]
         if poisoned and kind not in HARMLESS:
             assert record["reward"] is None

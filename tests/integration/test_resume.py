@@ -84,7 +84,7 @@ def killed_and_resumed(run_dir: Path, seed: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.integration if seed < 2 else pytest.mark.full) for seed in range(10)]
+    "seed", [pytest.param(seed, marks=pytest.mark.integration if seed < 1 else pytest.mark.full) for seed in range(10)]
 )
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
     undisturbed: Path, tmp_path: Path, seed: int
