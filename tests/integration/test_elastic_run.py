@@ -208,7 +208,7 @@ def scale(run_dir: Path, count: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "periods"), [(4, 300), pytest.param(50, 4000, marks=pytest.mark.full)], ids=["4", "50"]
+    ("changes", "periods"), [(4, 500), pytest.param(50, 4000, marks=pytest.mark.full)], ids=["4", "50"]
 )
 def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     tmp_path: Path, changes: int, periods: int
@@ -217,7 +217,7 @@ def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     run = RunProcess(tmp_path / "run", schedule__periods=periods)
     visitors = Visitors(run, seed=changes)
     for number in range(changes):
-        run.wait_for_period(2 + number * (periods - 6) // changes)
+        run.wait_for_period(2 + number * periods // (2 * changes))
         visitors.change_something()
     code, _, errors = run.finish(timeout_s=600)
     assert code == 0, errors

@@ -337,12 +337,12 @@ def generator_of(pid: int) -> str:
 
 @contextmanager
 def slowed(pids: list[int]) -> Iterator[None]:
-    """Stopped for three quarters of the time."""
+    """Stopped for nine tenths of the time."""
     over = threading.Event()
 
     def pace() -> None:
         while not over.is_set():
-            for signum, seconds in ((signal.SIGSTOP, 0.3), (signal.SIGCONT, 0.1)):
+            for signum, seconds in ((signal.SIGSTOP, 0.9), (signal.SIGCONT, 0.1)):
                 for pid in pids:
                     os.kill(pid, signum)
                 over.wait(seconds)
@@ -373,7 +373,7 @@ def test_of_two_servers_the_faster_one_gets_more_work(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "run" / "trace.json").read_text())
     lanes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     done = [lanes[e["pid"]] for e in events if e["name"].startswith(("train 3.", "train 4."))]
-    figure("two servers, one slowed to a quarter", slow=done.count(slow), fast=done.count(fast))
+    figure("two servers, one slowed to a tenth", slow=done.count(slow), fast=done.count(fast))
     assert done.count(slow) + done.count(fast) >= 120
     assert done.count(slow) < done.count(fast) / 2
 

@@ -22,7 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -104,6 +104,7 @@ class VllmWorker:
         self._arriving: Arriving | None = None
         self._adapter: str | None = None
         """The name under which the current adapter is served."""
+        self._adapter_files = ExitStack()
         self._tasks: dict[asyncio.Task[None], GroupKey] = {}
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._activated_s: float | None = None
@@ -130,6 +131,7 @@ class VllmWorker:
             await asyncio.gather(*work, *self._tasks, return_exceptions=True)
             if self._staging is not None:
                 self._staging.close()
+            self._adapter_files.close()
 
     async def _tell_apart(self, work: list[asyncio.Task[None]]) -> None:
         """Something failed: did it, or has the server ended? That is the better reason."""
@@ -221,13 +223,16 @@ class VllmWorker:
     async def _load_adapter(self, staging: Staging) -> None:
         """Each version under a name of its own: a server that missed one cannot serve it."""
         name = f"{self._server.model}-{staging.version}"
-        with adapter_directory(staging.mapped.tensors(), self._config.lora) as directory:
-            loaded = await self._server.rpc("onbeat_adapter", path=str(directory))
-            verify(staging.checksums, [in_our_names(one) for one in loaded], staging.version)
-            order = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
-            await self._server.post("/v1/load_lora_adapter", order)
-        if self._adapter is not None:
-            await self._server.post("/v1/unload_lora_adapter", {"lora_name": self._adapter})
+        for model in (await self._server.get("/v1/models"))["data"]:  # the version before, or another run's
+            if model["id"].startswith(f"{self._server.model}-"):
+                await self._server.post("/v1/unload_lora_adapter", {"lora_name": model["id"]})
+        self._adapter_files.close()
+        directory = self._adapter_files.enter_context(
+            adapter_directory(staging.mapped.tensors(), self._config.lora)
+        )  # vLLM may want to read it again
+        loaded = await self._server.rpc("onbeat_adapter", path=str(directory))
+        verify(staging.checksums, [in_our_names(one) for one in loaded], staging.version)
+        await self._server.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
         self._adapter = name
 
     async def _empty_prefix_cache(self) -> None:
