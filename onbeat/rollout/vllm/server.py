@@ -386,7 +386,7 @@ def _lora_rank(rank: int) -> int:
 
 def server_environment(config: Config, slot: int, folder: Path) -> dict[str, str]:
     """Without what onbeat gives its own processes; with the slot's share of the cores, for vLLM on a CPU, and of
-    CUDA_VISIBLE_DEVICES. `folder`: for sockets of its own."""
+    CUDA_VISIBLE_DEVICES. `folder`: for its sockets and temporary files."""
     dropped = {*TORCH_ENVIRONMENT, "LD_PRELOAD", "VIRTUAL_ENV", "VLLM_API_KEY"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
     ranks = config.generator.vllm.tensor_parallel
@@ -395,6 +395,7 @@ def server_environment(config: Config, slot: int, folder: Path) -> dict[str, str
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return kept | {
         "VLLM_RPC_BASE_PATH": str(folder),
+        "TMPDIR": str(folder),
         "PYTHONPATH": str(_EXTENSION),
         "PATH": f"{Path(config.generator.vllm.environment).absolute()}/bin:{os.environ.get('PATH', '')}",
         "VLLM_SERVER_DEV_MODE": "1",
