@@ -2,8 +2,8 @@
 
 A group's prompt is kept once, for all its samples; each sample keeps what it wrote itself:
 
-    prompt   [2, kv heads, P, dim]               for every layer
-    own      [2, kv heads, samples, R, dim]      R = the most it may write
+    prompt   keys and values, [kv heads, P, dim]               for every layer
+    own      keys and values, [kv heads, samples, R, dim]      R = the most it may write
 
 All tokens of a step, of whatever group and age, go through the model as one row of tokens. A `Step` says what they
 are: chunks of prompts, and one token for each sample of some groups. Linear layers do not care; attention does, and
@@ -23,7 +23,7 @@ tests/equivalence/test_batch_invariance.py holds this, because it rests on the l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,10 +66,8 @@ class CacheShape:
 
 
 class GroupCache:
-    """Of one group. Memory is reserved at once and touched as it is needed.
-
-    A sample that has ended leaves its row empty. When half of the rows are empty the others move together, and the
-    memory of the empty ones is given back.
+    """Of one group. Memory is reserved at once and touched as it is needed; when a sample ends, the others move
+    together, and the memory of its row is given back.
     """
 
     def __init__(self, shape: CacheShape, prompt_length: int, num_samples: int, max_new_tokens: int) -> None:
@@ -77,45 +75,41 @@ class GroupCache:
         self.prompt_length = prompt_length
         self.length = 0
         """Own tokens whose keys are here; the same for every sample."""
+        self.num_samples = num_samples
+        """That go on: the first rows, in the order of the samples. Further rows are filling."""
         self.rows = max(num_samples, MIN_ROWS)
-        self.prompt = [
-            torch.empty(2, self.num_heads, prompt_length, dim, dtype=shape.dtype) for _ in range(shape.num_layers)
-        ]
-        self.own = [
-            torch.empty(2, self.num_heads, self.rows, max_new_tokens, dim, dtype=shape.dtype)
-            for _ in range(shape.num_layers)
-        ]
-        self._place(list(range(num_samples)))
-
-    def _place(self, alive: list[int]) -> None:
-        self.alive = alive
-        """The row of each sample that goes on, in the order of the samples."""
-        self.index = None if alive == list(range(self.rows)) else torch.tensor(alive)
-        """The same; None if they are all rows in their order."""
+        layers = range(shape.num_layers)
+        self.prompt = [torch.empty(2, self.num_heads, prompt_length, dim, dtype=shape.dtype).unbind() for _ in layers]
+        sizes = (2, self.num_heads, self.rows, max_new_tokens, dim)
+        self.own = [Own.of(torch.empty(sizes, dtype=shape.dtype)) for _ in layers]
 
     def keep(self, samples: list[int]) -> None:
         """Only these of the samples go on, by their places among those that did until now."""
-        self._place([self.alive[sample] for sample in samples])
-        if len(samples) > self.rows // 2 or self.rows // 2 < MIN_ROWS:
-            return
-        self.rows = max(len(samples), MIN_ROWS)
-        taken = torch.tensor(self.alive + self.alive[:1] * (self.rows - len(samples)))
+        self.num_samples, rows = len(samples), max(len(samples), MIN_ROWS)
+        taken = torch.tensor(samples + samples[:1] * (rows - len(samples)))
         for layer, own in enumerate(self.own):
-            smaller = own.new_empty(2, self.num_heads, self.rows, *own.shape[3:])
-            smaller[:, :, :, : self.length] = own[:, :, taken, : self.length]
-            self.own[layer] = smaller
-        self._place(list(range(len(samples))))
+            smaller = own.memory.new_empty(2, self.num_heads, rows, *own.memory.shape[3:])
+            smaller[:, :, :, : self.length] = own.memory[:, :, taken, : self.length]
+            self.own[layer] = Own.of(smaller)
+        self.rows = rows
 
-    def write(self, layer: int, k_KTD: torch.Tensor, v_KTD: torch.Tensor) -> None:
-        """The keys and values of the next token of each sample; zeros for rows without one."""
-        here = self.own[layer][:, :, :, self.length]
-        if self.index is None:
-            here[0].copy_(k_KTD)
-            here[1].copy_(v_KTD)
-        else:
-            here.zero_()
-            here[0].index_copy_(1, self.index, k_KTD)
-            here[1].index_copy_(1, self.index, v_KTD)
+
+class Own(NamedTuple):
+    """What the samples of a group have written, in one layer: the same memory, as it is written and as it is read."""
+
+    memory: torch.Tensor
+    """[2, K, rows, R, D]"""
+    k_KTRD: torch.Tensor
+    v_KTRD: torch.Tensor
+    keys: torch.Tensor
+    """[K * rows, D, R]"""
+    values: torch.Tensor
+    """[K * rows, R, D]"""
+
+    @classmethod
+    def of(cls, memory: torch.Tensor) -> Own:
+        k_KTRD, v_KTRD = memory.unbind()
+        return cls(memory, k_KTRD, v_KTRD, k_KTRD.flatten(0, 1).mT, v_KTRD.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +126,8 @@ class Chunk:
 
     def attend(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, window: int | None,
-        masks: dict[Any, torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
-        """[T, H, D]"""
+        masks: dict[Any, torch.Tensor], out_THD: torch.Tensor,
+    ) -> None:  # fmt: skip
         keys, values = self.cache.prompt[layer]
         keys[:, self.first : self.last] = k_KTD
         values[:, self.first : self.last] = v_KTD
@@ -150,7 +143,7 @@ class Chunk:
             q_HTD[None], keys[None, :, seen], values[None, :, seen], attn_mask=mask, is_causal=causal, scale=1.0,
             enable_gqa=True,
         )  # fmt: skip
-        return out[0].transpose(0, 1)
+        out_THD.copy_(out[0].transpose(0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,27 +154,29 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.cache.alive)
+        return self.cache.num_samples
 
     def attend(
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, window: int | None,
-        masks: dict[Any, torch.Tensor],
-    ) -> torch.Tensor:  # fmt: skip
-        """[T, H, D]: one softmax over the shared prompt's keys and the sample's own."""
-        cache, at = self.cache, self.cache.length
-        cache.write(layer, k_KTD, v_KTD)
-        heads, rows, dim = cache.num_heads, cache.rows, q_HTD.shape[2]
-        q_KTQD = q_HTD.view(heads, -1, q_HTD.shape[1], dim).transpose(1, 2)
-        if cache.index is not None:
-            q_KTQD = q_HTD.new_zeros(heads, rows, q_KTQD.shape[2], dim).index_copy_(1, cache.index, q_KTQD)
-        q = q_KTQD.reshape(heads * rows, -1, dim)
+        masks: dict[Any, torch.Tensor], out_THD: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """One softmax over the shared prompt's keys and the sample's own."""
+        cache, own, at = self.cache, self.cache.own[layer], self.cache.length
+        heads, rows, num_samples, dim = cache.num_heads, cache.rows, cache.num_samples, q_HTD.shape[2]
+        if num_samples < rows:
+            q_HTD, k_KTD, v_KTD = (F.pad(one, (0, 0, 0, rows - num_samples)) for one in (q_HTD, k_KTD, v_KTD))
+        own.k_KTRD[:, :, at].copy_(k_KTD)
+        own.v_KTRD[:, :, at].copy_(v_KTD)
+        q = q_HTD.view(heads, -1, rows, dim).transpose(1, 2).reshape(heads * rows, -1, dim)
         # A row of these products is a sample's head that reads, with a head of keys and values it reads from.
         first = 0 if window is None else max(0, at - window + 1)
-        own_k, own_v = cache.own[layer].flatten(1, 2)[:, :, first : at + 1]
-        scores = torch.bmm(q, own_k.mT)
+        own_v = own.values[:, first : at + 1]
+        scores = torch.bmm(q, own.keys[:, :, first : at + 1])
         seen = cache.prompt_length if window is None else min(cache.prompt_length, max(0, window - 1 - at))
         if seen:
-            prompt_k, prompt_v = cache.prompt[layer][:, :, cache.prompt_length - seen :]
+            prompt_k, prompt_v = cache.prompt[layer]
+            if seen < cache.prompt_length:
+                prompt_k, prompt_v = (one[:, cache.prompt_length - seen :] for one in (prompt_k, prompt_v))
             products = (heads, rows * q.shape[1])
             if heads == 1 or seen * dim < _SHARED:
                 products = (heads * rows, q.shape[1])
@@ -195,9 +190,9 @@ class Tokens:
         else:
             out = torch.bmm(torch.softmax(scores, dim=-1), own_v)
         out_KTQD = out.view(heads, rows, -1, dim)
-        if cache.index is not None:
-            out_KTQD = out_KTQD[:, cache.index]
-        return out_KTQD.transpose(0, 1).flatten(1, 2)
+        if num_samples < rows:
+            out_KTQD = out_KTQD[:, :num_samples]
+        out_THD.view(num_samples, heads, -1, dim).copy_(out_KTQD.transpose(0, 1))
 
 
 @dataclass(slots=True)
@@ -211,16 +206,15 @@ class Step:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """query [1, heads, N, dim], key and value [1, kv heads, N, dim] → [1, N, heads, dim]."""
-        q_HND = query[0] * scale
-        outs = []
+        q_HND, k_KND, v_KND = query[0] * scale, key[0], value[0]
+        out_NHD = torch.empty_like(q_HND.transpose(0, 1), memory_format=torch.contiguous_format)
         at = 0
         for part in self.parts:
             mine = slice(at, at + part.num_tokens)
-            outs.append(part.attend(layer, q_HND[:, mine], key[0, :, mine], value[0, :, mine], window, self._masks))
+            part.attend(layer, q_HND[:, mine], k_KND[:, mine], v_KND[:, mine], window, self._masks, out_NHD[mine])
             at = mine.stop
-        if at < q_HND.shape[1]:
-            outs.append(q_HND.new_zeros(q_HND.shape[1] - at, q_HND.shape[0], q_HND.shape[2]))
-        return torch.cat(outs)[None]
+        out_NHD[at:] = 0.0
+        return out_NHD[None]
 
 
 def cached_attention(

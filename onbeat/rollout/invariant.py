@@ -3,8 +3,9 @@ row alone (R1), for any number of rows and threads. The model is not changed.
 
     narrow linear layers   the matrix library chooses its kernel, and bits with it, by rows and threads as long as the
                            output is not wider than some 12 columns per thread. oneDNN with packed weights does not.
-    the head               the widest matrix, and it sees the fewest rows, one per sequence: the matrix library spends
-                           most of its time there on rearranging weights that have not changed. Packed once per version.
+    wide linear layers     the head above all: with few rows the matrix library spends much of its time on rearranging
+                           weights that have not changed. Packed once per version, they take 8 to 12 % less time with
+                           up to 64 rows, the head a quarter to a half; others gain nothing.
     activations            torch computes what does not fill a vector register by another function, which rounds
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
@@ -72,14 +73,17 @@ def stand_ins(model: Any) -> list[StandIn]:
     """For the model's weights as they are now."""
     if model.dtype != torch.float32 or model.device.type != "cpu" or not _have_onednn():
         return []
-    head = model.get_output_embeddings()
     found = []
     for layer in model.modules():
-        if type(layer) is torch.nn.Linear and (layer is head or layer.out_features < NARROW):
+        if type(layer) is torch.nn.Linear and (layer.out_features < NARROW or _is_wide(layer)):
             found.append(StandIn(layer, Packed(layer)))
         elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
             found.append(StandIn(layer, activation))
     return found
+
+
+def _is_wide(layer: torch.nn.Linear) -> bool:
+    return layer.out_features >= 2 * layer.in_features
 
 
 def _have_onednn() -> bool:
