@@ -132,6 +132,8 @@ class VllmSection(_Section):
     """Servers that run already, one per generator, instead of our own: unix:PATH or http://127.0.0.1:PORT."""
     tensor_parallel: _Positive = 1
     """Ranks of each server."""
+    transfer: Literal["connection", "nccl"] = "connection"
+    """How weights get to servers of other machines: over onbeat's own connection, or from GPU to GPU."""
     arguments: dict[str, bool | int | float | str] = {}
     """Further arguments of `vllm serve`: { gpu_memory_utilization = 0.8, dtype = "bfloat16" }."""
 

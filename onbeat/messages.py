@@ -74,7 +74,9 @@ class Stage(Struct, frozen=True, tag=True):
     version: int
     num_bytes: int
     attached: bool = True
-    """In the memory whose descriptor came along; else in the WeightBytes that follow."""
+    """In the memory whose descriptor came along; else in the WeightBytes that follow, or through a group."""
+    group: str | None = None
+    """Of the ranks through which vLLM's weight-transfer engine gets it (weights/nccl.py)."""
 
 
 class WeightBytes(Struct, frozen=True, tag=True):

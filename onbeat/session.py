@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from onbeat.rollout.pool import Pool
 from onbeat.rollout.vllm.server import check_config
 from onbeat.types import GroupRequest, Prompt, Sampling
 from onbeat.weights.memory import MemoryChannel
+from onbeat.weights.nccl import Courier
 
 MAX_GENERATORS = 256
 """That somebody may ask a running run for."""
@@ -113,6 +114,14 @@ def _has_avx2() -> bool:
     return " avx2 " in Path("/proc/cpuinfo").read_text()
 
 
+def _couriers(config: Config, launcher: Launcher) -> Callable[[str], Awaitable[Courier]] | None:
+    """None unless the recipe wants weights to go another way than over the connection."""
+    vllm = config.generator.vllm
+    if config.generator.backend != "vllm" or vllm.transfer != "nccl":
+        return None
+    return lambda name: Courier.start(launcher, name, num_ranks=1 + vllm.tensor_parallel)
+
+
 @asynccontextmanager
 async def open_session(
     config: Config, run_dir: Path, trace: Tracer, say: Callable[[str], None], warn: Callable[[str], None]
@@ -153,7 +162,12 @@ async def open_session(
         stack.callback(channel.close)
         crew = Crew(pool, start_generator, channel.bring, say, warn)
         reception = Reception(
-            pool, crew, lambda name: session.worker_settings(name), warn, only_local=config.lora.rank > 0
+            pool,
+            crew,
+            lambda name: session.worker_settings(name),
+            warn,
+            only_local=config.lora.rank > 0,
+            start_courier=_couriers(config, launcher),
         )
         stack.push_async_callback(reception.close)
         session = Session(

@@ -12,6 +12,7 @@ class Arriving:
         self.version = version
         self.num_bytes = num_bytes
         self.fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
         self._num_taken = 0
 
     def take(self, data: bytes) -> bool:

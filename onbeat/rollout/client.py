@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from onbeat.errors import NumbersError, UnverifiedWeightsError, WorkerError
 from onbeat.handshake import first_word
@@ -42,6 +44,14 @@ POUR_BYTES = 1 << 20
 R = TypeVar("R", bound=Staged | Activated)
 
 
+class Courier(Protocol):
+    """Brings weights to one generator on another machine by a way of its own (weights/nccl.py)."""
+
+    def sending(self, snapshot: Snapshot) -> AbstractAsyncContextManager[str]: ...
+
+    def stop(self) -> None: ...
+
+
 class GeneratorProcess:
     """One child process with its engine. Its death is reported to the pool once, with the end of its log."""
 
@@ -55,6 +65,8 @@ class GeneratorProcess:
         self._expected: tuple[object, int] | None = None
         self._answer: asyncio.Future[Staged | Activated] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self.courier: Courier | None = None
+        """For weights that go another way than over the connection."""
 
     @classmethod
     async def start(cls, launcher: Launcher, backend: str, settings: WorkerSettings) -> GeneratorProcess:
@@ -113,6 +125,9 @@ class GeneratorProcess:
         order = Stage(snapshot.version, snapshot.num_bytes, attached=self._child.shares_memory)
         if order.attached:
             staged = await self._ask(order, Staged, [snapshot.handle])
+        elif self.courier is not None:
+            async with self.courier.sending(snapshot) as group:
+                staged = await self._ask(replace(order, group=group), Staged)
         else:
             async with self._pouring(snapshot):
                 staged = await self._ask(order, Staged)
@@ -147,6 +162,8 @@ class GeneratorProcess:
 
     def kill(self) -> None:
         self._child.kill()
+        if self.courier is not None:
+            self.courier.stop()
 
     def stop(self) -> None:
         if self._reader is not None:
@@ -154,6 +171,8 @@ class GeneratorProcess:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(WorkerError(f"{self.name} has left"))
         self._child.connection.close()  # it ends when it sees that
+        if self.courier is not None:
+            self.courier.stop()
         asyncio.get_running_loop().call_later(END_S, self._child.kill)  # or hangs
 
     async def ended(self) -> None:
@@ -209,7 +228,7 @@ class GeneratorProcess:
             status = await self._child.exited()
             raise WorkerError(f"{self.name} died (status {status})", self._child.log_tail())
         except Exception as error:  # whatever it is: nobody else would hear of it, and the pool would wait
-            self._child.kill()
+            self.kill()
             if self._answer is not None and not self._answer.done():
                 self._answer.set_exception(error)
             events.lost(self.name, error)

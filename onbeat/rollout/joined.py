@@ -10,14 +10,14 @@ It is given up by closing the connection, whereupon it ends. Nobody replaces it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from onbeat.control import Join, Request
 from onbeat.errors import OnbeatError, WorkerError
 from onbeat.messages import FromGenerator, Refused, Welcome, WorkerSettings
-from onbeat.rollout.client import GeneratorProcess
+from onbeat.rollout.client import Courier, GeneratorProcess
 from onbeat.rollout.crew import Crew
 from onbeat.rollout.pool import Pool
 from onbeat.wire import Connection
@@ -55,13 +55,16 @@ class Reception:
         warn: Callable[[str], None],
         *,
         only_local: bool = False,
+        start_courier: Callable[[str], Awaitable[Courier]] | None = None,
     ) -> None:
-        """`only_local`: what is published is not all that a generator needs (LoRA); the rest is on this machine."""
+        """`only_local`: what is published is not all that a generator needs (LoRA); the rest is on this machine.
+        A courier brings weights to who is elsewhere."""
         self._pool = pool
         self._crew = crew
         self._settings = settings
         self._warn = warn
         self._only_local = only_local
+        self._start_courier = start_courier
         self._known: str | None = None
         self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -84,6 +87,8 @@ class Reception:
                 child.connection.send(Refused(reason))
                 await child.connection.drained()
                 raise WorkerError(f"{child.name} was refused: {reason}")
+            if self._start_courier is not None and not child.shares_memory:
+                generator.courier = await self._start_courier(f"courier-{self._count}")
         except (OnbeatError, OSError) as error:
             child.connection.close()
             self._warn(str(error))

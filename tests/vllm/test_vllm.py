@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -33,7 +34,7 @@ from onbeat.model_source import make_model, model_directory
 from onbeat.protocols import Snapshot
 from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.vllm.server import command_line, server_environment
-from onbeat.rollout.vllm.worker import WHY_NOT_EXACT, Staging, verify
+from onbeat.rollout.vllm.worker import WHY_NOT_EXACT, Staging, transfer_group, verify
 from onbeat.types import Completion, GroupRequest
 from onbeat.weights import snapshot
 from tests.fakes.figures import figure
@@ -241,6 +242,20 @@ def test_weights_of_another_version_are_told_apart_by_their_checksums() -> None:
         verify(newer, [{name: of for name, of in newer.items() if "embed" not in name}], 2)
     for staging in stagings:
         staging.close()
+
+
+@pytest.mark.full
+def test_what_the_transfer_engine_is_told_is_what_its_own_classes_take() -> None:
+    ranks = transfer_group(base64.b64encode(bytes(range(128))).decode(), num_ranks=2)
+    program = f"""
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine as Engine
+found = Engine.init_info_cls(**{ranks!r})
+print("found", found.rank_offset, found.world_size, found.nccl_unique_id_bytes == bytes(range(128)))
+"""
+    result = subprocess.run(
+        [f"{ENVIRONMENT}/bin/python", "-c", program], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert "found 1 3 True" in result.stdout, result.stderr
 
 
 @pytest.mark.full

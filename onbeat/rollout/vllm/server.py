@@ -207,7 +207,7 @@ class Server:
         is_json = response.headers.get("content-type", "").startswith("application/json")
         return msgspec.json.decode(response.content) if is_json and response.content else None
 
-    async def rpc(self, method: str, **arguments: str) -> list[Any]:
+    async def rpc(self, method: str, **arguments: str | int) -> list[Any]:
         """Call a method on every worker of the server."""
         answer = await self.post("/collective_rpc", {"method": method, "kwargs": arguments})
         results: list[Any] = answer["results"]
@@ -331,6 +331,8 @@ def command_line(config: Config, model_dir: str, socket_path: str) -> list[str]:
         "tensor-parallel-size": vllm.tensor_parallel,
         "max-num-seqs": max(generator.max_sequences, config.algorithm.group_size),
     }
+    if vllm.transfer == "nccl":
+        ours["weight-transfer-config"] = '{"backend": "nccl"}'
     if config.lora.rank:
         ours |= {"enable-lora": True, "max-lora-rank": _lora_rank(config.lora.rank), "max-loras": 1}
     defaults: dict[str, Any] = {

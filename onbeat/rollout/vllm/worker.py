@@ -55,6 +55,7 @@ from onbeat.rollout.arriving import Arriving
 from onbeat.rollout.vllm.adapter import adapter_directory, in_our_names
 from onbeat.rollout.vllm.server import Server, ServerDescription, check_place, claim
 from onbeat.types import Completion, GroupKey, GroupRequest
+from onbeat.weights.nccl import PIECE_BYTES
 from onbeat.weights.snapshot import Mapped
 from onbeat.wire import Connection
 
@@ -176,6 +177,8 @@ class VllmWorker:
                         task.cancel()
                 case Stage(version=version, num_bytes=num_bytes, attached=True):
                     await self._stage(version, self._connection.take_fd(), num_bytes)
+                case Stage(version=version, num_bytes=num_bytes, group=str(group)):
+                    await self._stage(version, await self._receive(group, num_bytes), num_bytes)
                 case Stage(version=version, num_bytes=num_bytes):
                     self._arriving = Arriving(version, num_bytes)
                 case WeightBytes(data=data):
@@ -199,6 +202,16 @@ class VllmWorker:
             self._staging = None
         self._staging = await asyncio.to_thread(Staging, version, fd, num_bytes)
         self._connection.send(Staged(version, self._staging.digest))
+
+    async def _receive(self, group: str, num_bytes: int) -> int:
+        """Have the server's workers take a snapshot from the group; returns the descriptor of where it is now."""
+        memory = Arriving(-1, num_bytes)
+        ranks = transfer_group(group, self._config.generator.vllm.tensor_parallel)
+        await self._server.post("/init_weight_transfer_engine", {"init_info": ranks})
+        path = f"/proc/{os.getpid()}/fd/{memory.fd}"
+        await self._server.rpc("onbeat_receive", path=path, num_bytes=num_bytes, piece_bytes=PIECE_BYTES)
+        await self._server.post("/shutdown_weight_transfer_engine")
+        return memory.fd
 
     async def _activate(self, version: int) -> None:
         staging = self._staging
@@ -263,6 +276,11 @@ class VllmWorker:
         completion = completion_of(reply, request, sample)
         self._sampled(self._tokens_before + 1)
         self._connection.send(Completed(completion))
+
+
+def transfer_group(group: str, num_ranks: int) -> dict[str, Any]:
+    """For /init_weight_transfer_engine: the server's ranks come after the courier."""
+    return {"nccl_unique_id_b64": group, "rank_offset": 1, "world_size": 1 + num_ranks}
 
 
 def request_body(request: GroupRequest, sample: int, model: str) -> dict[str, Any]:

@@ -52,6 +52,18 @@ class Extension:
         self._onbeat_last = checksums
         return checksums
 
+    def onbeat_receive(self, path: str, num_bytes: int, piece_bytes: int) -> None:
+        """Take a snapshot from rank 0 of the weight-transfer engine's group; the first worker writes it to `path`."""
+        worker: Any = self
+        group = worker.weight_transfer_engine.model_update_group
+        room = torch.empty(min(piece_bytes, num_bytes), dtype=torch.uint8, device=worker.device)
+        with open(path, "r+b") as file:
+            for offset in range(0, num_bytes, piece_bytes):
+                piece = room[: num_bytes - offset]
+                group.broadcast(piece, src=0)
+                if worker.rank == 0:
+                    file.write(piece.cpu().numpy().tobytes())
+
     def onbeat_adapter(self, path: str) -> dict[str, str]:
         """The checksum of every tensor of the adapter that is about to be loaded, as this worker reads it."""
         from safetensors.torch import load_file
