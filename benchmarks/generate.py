@@ -5,8 +5,9 @@
 SmolLM2-135M in float32. Each cell: groups of 8 completions with lengths fixed beforehand, 8 to 56 tokens, unequal;
 random prompt tokens; twice as many sequences as may be in flight. Time is from the first prompt to the last
 token, prefill included. transformers' `generate` takes as many sequences per batch as may be in flight; continuous
-batching and vLLM refill. vLLM is eager, with its prefix cache, threads bound to cores. None but onbeat computes
-log-probabilities, which is to the others' advantage. Writes docs/bench-generate.json.
+batching and vLLM refill. transformers' two, which are far behind, do one job per cell. vLLM is eager, with its prefix
+cache, threads bound to cores. None but onbeat computes log-probabilities, which is to the others' advantage. Writes
+docs/bench-generate.json.
 """
 
 from __future__ import annotations
@@ -21,32 +22,42 @@ from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, parser,
 GROUP_SIZE = 8
 WAVES = 2
 LENGTHS = (8, 56)
-CELLS: list[Cell] = [{"threads": threads, "in_flight": n} for threads in (1, 2) for n in (32, 64)]
-PROMPTS = (45, 300)
+CELLS: list[Cell] = [
+    {"threads": threads, "in_flight": in_flight, "prompt_tokens": prompt_tokens}
+    for threads in (1, 2)
+    for in_flight in (32, 64)
+    for prompt_tokens in (45, 300)
+]
 NUM_PARAMETERS = 134_515_008
 
 
 def main() -> None:
     flags = parser(repeats=3)
     flags.add_argument("--only", nargs="*", help="contenders, by name")
+    flags.add_argument("--cells", type=int, nargs="*", help="cells, by number from 0; the others another time")
     arguments = flags.parse_args()
     model = smollm2()
     contenders = [
         Contender("onbeat", "generate_onbeat.py", {"model": model}),
         Contender("vLLM", "generate_vllm.py", {"model": model}, environment="vllm"),
-        Contender("transformers generate", "generate_transformers.py", {"model": model, "how": "generate"}, "trl"),
-        Contender("transformers continuous", "generate_transformers.py", {"model": model, "how": "continuous"}, "trl"),
+        *(
+            Contender(f"transformers {how}", "generate_transformers.py", {"model": model, "how": how}, "trl", repeats=1)
+            for how in ("generate", "continuous")
+        ),
     ]
     contenders = [c for c in contenders if not arguments.only or c.name in arguments.only]
     results = Results(ROOT / "docs" / "bench-generate.json", arguments.again)
-    results.note(gemm_limit={threads: gemm_limit(threads) for threads in (1, 2)}, group_size=GROUP_SIZE)
+    results.note(group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-        for setting in CELLS:
-            for prompt_tokens in PROMPTS:
-                cell = setting | {"prompt_tokens": prompt_tokens}
+        for number, cell in enumerate(CELLS):
+            if arguments.cells is None or number in arguments.cells:
                 jobs = [workload(cell, seed) for seed in range(1, arguments.repeats + 1)]
                 warm_up = {"prompts": jobs[0]["prompts"][:1], "lengths": [[1] * GROUP_SIZE], "seed": 0}
+                limits = [gemm_limit(cell["threads"])]
                 take_turns(results, cell, contenders, jobs, warm_up, Path(folder))
+                limits.append(gemm_limit(cell["threads"]))
+                results.of(cell, "onbeat")["gemm_limits"] = limits
+                results.write()
                 report(results, cell, contenders)
 
 
@@ -77,6 +88,8 @@ def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:
         start = f"start to first token {result['start_s']} s" if "start_s" in result else ""
         print(f"  {contender.name:24} {summary(rates[contender.name]):24} tokens/s  {start}", flush=True)
     if "onbeat" in rates:
+        limit = statistics.mean(results.of(cell, "onbeat")["gemm_limits"])
+        print(f"  onbeat : GEMM limit {statistics.median(rates['onbeat']) / limit:.2f} of {limit:.0f} tokens/s")
         for name in rates.keys() - {"onbeat"}:
             print(f"  onbeat : {name} {statistics.median(rates['onbeat']) / statistics.median(rates[name]):.2f}")
 

@@ -117,6 +117,8 @@ class Contender:
     """The rival's own, by name; None: onbeat's."""
     job: Figures = field(default_factory=dict)
     """What it is told with every job. Contenders that differ in this alone are one process."""
+    repeats: int = 1000
+    """At most so many jobs: for one that is slow, and far behind."""
 
     @property
     def process(self) -> str:
@@ -187,14 +189,14 @@ class Results:
         result = self.of(cell, contender)
         result["versions"] = versions
         result["runs"].append(figures)
-        self._write()
+        self.write()
 
     def note(self, **figures: Any) -> None:
         """Something about the run as a whole."""
         self._content |= figures
-        self._write()
+        self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
         beside = self._path.with_suffix(".tmp")
         beside.write_text(json.dumps(self._content, indent=1) + "\n")
         beside.replace(self._path)
@@ -210,7 +212,7 @@ def take_turns(
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
     start and to come up with something."""
-    missing = [c for c in contenders if len(results.of(cell, c.name)["runs"]) < len(jobs)]
+    missing = [c for c in contenders if len(results.of(cell, c.name)["runs"]) < min(len(jobs), c.repeats)]
     running: dict[str, Running] = {}
     try:
         for contender in missing:
@@ -225,7 +227,7 @@ def take_turns(
             results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
         for number, job in enumerate(jobs):
             for contender in missing:
-                if len(results.of(cell, contender.name)["runs"]) <= number:
+                if len(results.of(cell, contender.name)["runs"]) <= number < contender.repeats:
                     it = running[contender.process]
                     figures = it.run(job | contender.job) | {"seed": job["seed"]}
                     results.add(cell, contender.name, it.versions, figures)

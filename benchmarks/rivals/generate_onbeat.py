@@ -8,7 +8,7 @@ from typing import Any
 
 import contender
 
-from onbeat.environment import prepare_this_process
+from onbeat.environment import importing, prepare_this_process
 
 STOP = 2
 
@@ -17,12 +17,13 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     prepare_this_process()
     if not settings.get("invariant", True):
         del os.environ["MKL_CBWR"]
-    import torch
+    with importing():
+        import torch
 
-    from onbeat.device import load_model, prepare_process
-    from onbeat.rollout import cache
-    from onbeat.rollout.engine import Engine, _key, _Sequence
-    from onbeat.types import GroupRequest, Sampling
+        from onbeat.device import load_model, prepare_process
+        from onbeat.rollout import cache
+        from onbeat.rollout.engine import Engine, _key, _Sequence
+        from onbeat.types import GroupRequest, Sampling
 
     prepare_process(settings["threads"])
     model = load_model(settings["model"])

@@ -36,7 +36,7 @@ from typing import NoReturn
 
 import msgspec
 
-from onbeat.environment import prepare_this_process, start_openmp
+from onbeat.environment import importing, prepare_this_process, start_openmp
 from onbeat.wire import Channel
 
 _PR_SET_PDEATHSIG = 1
@@ -244,8 +244,9 @@ def main() -> None:
     control = socket.socket(fileno=arguments.control)
     if arguments.preload:
         prepare_this_process()
-    for module in arguments.preload:
-        importlib.import_module(module)
+    with importing():
+        for module in arguments.preload:
+            importlib.import_module(module)
     ForkServer(control).run()
 
 
