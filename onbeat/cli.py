@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from onbeat.errors import ConfigError, OnbeatError
 
 if TYPE_CHECKING:
-    from onbeat.config import Config
+    from onbeat.config import Config, TrainerConfig
 
 _INTERRUPTED = 130
 _OWN_FLAGS = {"--dry-run", "--resume", "--json", "--help"}
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_rest("status", "a run's directory, perhaps --json, and nothing else", [*rest, *flags])
             return _status(arguments.run, arguments.json)
         if arguments.command == "scale":
-            _refuse_rest("scale", "a run's directory and generators=N", [*rest, *flags])
+            _refuse_rest("scale", "a run's directory and generators=N or trainer=N", [*rest, *flags])
             return _scale(arguments.run, arguments.what)
         if arguments.command == "worker":
             _refuse_rest("worker", "--join and perhaps --token-file, --vllm-environment", [*rest, *flags])
@@ -75,9 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="what a run is doing, and what exactly it waits for")
     status.add_argument("run", metavar="RUN", help="its directory")
     status.add_argument("--json", action="store_true", help="for programs")
-    scale = commands.add_parser("scale", help="change the number of generators of a run that is going on")
+    scale = commands.add_parser(
+        "scale", help="change the number of generators, or of trainer ranks, of a run that is going on"
+    )
     scale.add_argument("run", metavar="RUN", help="its directory")
-    scale.add_argument("what", metavar="generators=N")
+    scale.add_argument("what", metavar="generators=N|trainer=N")
     worker = commands.add_parser("worker", help="generate for a run that is going on, here or on another machine")
     worker.add_argument(
         "--join", required=True, metavar="RUN", help="the run's directory, or HOST:PORT (cluster.listen)"
@@ -202,9 +204,9 @@ def _scale(run_dir: str, what: str) -> int:
     from onbeat.control import ask_to_scale
 
     name, _, count = what.partition("=")
-    if name != "generators" or not count.isdecimal():
-        raise ConfigError(f"`onbeat scale` takes generators=N, and got {what!r}")
-    if not Path(run_dir).is_dir() or (answer := ask_to_scale(Path(run_dir), int(count))) is None:
+    if name not in ("generators", "trainer") or not count.isdecimal():
+        raise ConfigError(f"`onbeat scale` takes generators=N or trainer=N, and got {what!r}")
+    if not Path(run_dir).is_dir() or (answer := ask_to_scale(Path(run_dir), name, int(count))) is None:  # type: ignore[arg-type]
         raise ConfigError(f"no run is going on in {run_dir!r}")
     if not answer.done:
         raise ConfigError(answer.sentence)
@@ -244,6 +246,7 @@ def _warn(sentence: str) -> None:
 
 def _describe(config: Config) -> str:
     """The resolved recipe, and what it comes to on this machine."""
+    from onbeat.cores import rank_threads
     from onbeat.model_source import model_directory
     from onbeat.recipe import to_toml
 
@@ -259,12 +262,13 @@ def _describe(config: Config) -> str:
     named = [source.rpartition(":")[0] if ":" in source else source for source in sources if source]
     files = {name for name in named if os.path.isabs(name)}  # what a recipe calls a path has been made absolute
     missing = sorted(file for file in files if not os.path.exists(file))
+    trainer_threads = rank_threads(config.trainer.threads, config.trainer.ranks, cores)
     notes = [
         *(f"MISSING      {file}" for file in missing),
         f"model        {directory} ({state})",
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
-        f"trainer      1 process, holds {', '.join(models)}; {_threads(config.trainer.threads, cores)}",
+        f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_threads(trainer_threads, cores)}",
         f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
         *_concurrency(config),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
@@ -277,6 +281,13 @@ def _threads(asked: int, cores: int) -> str:
     if asked:
         return f"{asked} threads, as the recipe says"
     return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
+
+
+def _ranks(trainer: TrainerConfig) -> str:
+    if trainer.ranks == 1:
+        return "1 process, holds"
+    shared = f", {trainer.tensor_parallel} to a matrix" if trainer.tensor_parallel > 1 else ""
+    return f"{trainer.ranks} processes{shared}, each {'with its share of' if trainer.shard else 'holds'}"
 
 
 def _count(config: Config) -> str:

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 
@@ -44,7 +44,8 @@ class AskStatus(Struct, frozen=True, tag=True):
 
 
 class Scale(Struct, frozen=True, tag=True):
-    generators: int
+    what: Literal["generators", "trainer"]
+    count: int
 
 
 class Join(Struct, frozen=True, tag=True):
@@ -71,7 +72,8 @@ class Door:
     """What the run does for whoever may ask."""
 
     status: Callable[[], Status]
-    scale: Callable[[int], Answer]
+    scale: Callable[[str, int], Answer]
+    """What, and to how many."""
     join: Callable[[Connection[Request], Join, bool], None]
     """Takes the connection over; the last argument tells whether it is from this machine."""
 
@@ -195,8 +197,8 @@ async def _serve(
     match await anext(words):
         case AskStatus():
             connection.send(door.status())
-        case Scale(generators=generators):
-            connection.send(door.scale(generators))
+        case Scale(what=what, count=count):
+            connection.send(door.scale(what, count))
         case Join() as join:
             door.join(connection, join, local)  # type: ignore[arg-type]
             return True
@@ -212,8 +214,8 @@ def ask_status(run_dir: Path) -> Status | None:
     return _ask(run_dir, AskStatus(), Status)
 
 
-def ask_to_scale(run_dir: Path, generators: int) -> Answer | None:
-    return _ask(run_dir, Scale(generators), Answer)
+def ask_to_scale(run_dir: Path, what: Literal["generators", "trainer"], count: int) -> Answer | None:
+    return _ask(run_dir, Scale(what, count), Answer)
 
 
 def _ask(run_dir: Path, request: Request, answer: type[A]) -> A | None:

@@ -13,20 +13,22 @@ from typing import Any
 from onbeat.checkpoint import CheckpointStore
 from onbeat.config import Config
 from onbeat.control import Answer, Door, Join, Request, listening, serving
-from onbeat.inputs import check_inputs
+from onbeat.cores import rank_threads
+from onbeat.inputs import check_inputs, layout_of
 from onbeat.interrupt import Interruption
 from onbeat.observe.metrics import Record
 from onbeat.observe.recorder import Recorder, Say, percent
 from onbeat.observe.trackers import open_trackers
 from onbeat.period import train
 from onbeat.protocols import Evaluated
+from onbeat.rescale import Rescaling
 from onbeat.rollout.autoscale import Autoscaler, Load
 from onbeat.run_dir import RunDir, open_run_dir, seal
 from onbeat.saver import Mark, Saver
 from onbeat.secret import read_token
 from onbeat.session import Session, open_session
 from onbeat.status import Status
-from onbeat.training.client import TrainerClient
+from onbeat.training.ranks import TrainerRanks
 from onbeat.watch import Watch
 from onbeat.wire import Connection
 
@@ -68,7 +70,7 @@ class HeldOutEvaluation:
         return await self._session.evaluate(version)
 
 
-def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
+def environment(session: Session, trainer: TrainerRanks) -> dict[str, Any]:
     """What the run's numbers rest on. Known once the generators have been probed."""
     config, reason, cores = session.config, session.why_not_exact(), len(os.sched_getaffinity(0))
     return {
@@ -78,7 +80,11 @@ def environment(session: Session, trainer: TrainerClient) -> dict[str, Any]:
         "why_not_shared": trainer.why_not_shared,
         "seed": config.seed,
         "cores": cores,
-        "threads": {"generator": config.generator.threads or cores, "trainer": config.trainer.threads or cores},
+        "threads": {
+            "generator": config.generator.threads or cores,
+            "trainer": rank_threads(config.trainer.threads, config.trainer.ranks, cores) or cores,
+        },
+        "ranks": layout_of(config.trainer),
     }
 
 
@@ -127,10 +133,12 @@ async def run(
 def make_door(watch: Watch, recorder: Recorder) -> Door:
     """For whoever comes while the run goes on."""
 
-    def scale(num_generators: int) -> Answer:
-        if watch.session is None:
+    def scale(what: str, count: int) -> Answer:
+        if watch.session is None or (what == "trainer" and watch.rescaling is None):
             return Answer("the run is still starting; try again in a moment", done=False)
-        answer = watch.session.scale(num_generators)
+        if what == "trainer" and watch.rescaling is not None:
+            return watch.rescaling.want(count)
+        answer = watch.session.scale(count)
         if answer.done:
             recorder.decided(f"{answer.sentence}, as asked")
         return answer
@@ -186,9 +194,9 @@ async def _train(
     checkpoint = run_dir.checkpoint
     if checkpoint is not None:
         check_inputs(checkpoint.manifest.inputs, session.inputs, warn)
-    settings = session.worker_settings("trainer-0", checkpoint.directory if checkpoint else None)
-    trainer = await TrainerClient.start(session.launcher, settings, recorder.span, session.pool.trainer_works)
+    trainer = TrainerRanks(config, session.launcher, session.worker_settings, recorder.span, session.pool.trainer_works)
     session.closing.callback(trainer.close)
+    await trainer.start(checkpoint.directory if checkpoint else None)
     watch.trainer = trainer
     if trainer.why_not_shared is not None:
         warn(f"prompts are not shared in training: {trainer.why_not_shared}")
@@ -198,6 +206,8 @@ async def _train(
     session.prompts.position = checkpoint.manifest.cursor if checkpoint else 0
     saver = make_saver(session, run_dir, recorder, trainer, interruption, warn)
     watch.saver = saver
+    rescaling = Rescaling(saver, trainer, session.loader, session.inputs, recorder.decided, warn)
+    watch.rescaling = rescaling
     interruption.say = say
     interruption.why_not_now = saver.why_not_now
     try:
@@ -211,7 +221,7 @@ async def _train(
             channel=session.channel,
             evaluation=HeldOutEvaluation(session),
             observer=recorder,
-            saver=saver,
+            saver=rescaling,
         )
         recorder.phase = "ending"
         await trainer.export(str(run_dir.model))
@@ -232,7 +242,7 @@ def make_saver(
     session: Session,
     run_dir: RunDir,
     recorder: Recorder,
-    trainer: TrainerClient,
+    trainer: TrainerRanks,
     interruption: Interruption,
     warn: Say,
 ) -> Saver:

@@ -23,3 +23,8 @@ def generator_threads(asked: int, num_generators: int, cores: int) -> Threads:
     if asked:
         return Threads(asked, asked)
     return Threads(max(1, cores // num_generators), max(1, cores // (num_generators + 1)))
+
+
+def rank_threads(asked: int, num_ranks: int, cores: int) -> int:
+    """Of a trainer rank; 0: all cores there are. Ranks of one machine work at the same time, and share them."""
+    return asked or (0 if num_ranks == 1 else max(1, cores // num_ranks))

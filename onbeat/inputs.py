@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from onbeat.config import Config
+from onbeat.config import Config, TrainerConfig
 from onbeat.errors import CheckpointError
 from onbeat.types import Prompt
 
@@ -30,9 +30,16 @@ def inputs_of(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prom
         "model": model_digest(model_dir),
         "processor": processor(),
         "threads": str(config.trainer.threads or len(os.sched_getaffinity(0))),
+        "ranks": layout_of(config.trainer),
         "rewards": _files(function.path.rpartition(":")[0] for function in config.reward.functions),
         **{name: version(name) for name in ("onbeat", "torch", "transformers")},
     }
+
+
+def layout_of(trainer: TrainerConfig) -> str:
+    """How the trainer's ranks share the work."""
+    shared = [f"{trainer.tensor_parallel} to a matrix"] if trainer.tensor_parallel > 1 else []
+    return ", ".join([str(trainer.ranks), *shared, *(["sharded"] if trainer.shard else [])])
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -27,13 +27,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from msgspec import structs
 
 from onbeat.algorithms.base import Advantages, Algorithm
 from onbeat.batch.pack import Packer
+from onbeat.batch.ranks import Pack, Placing
 from onbeat.group.assemble import rewards, train_group
 from onbeat.ledger import Ledger
 from onbeat.protocols import Evaluated, Scorer, Tracer, no_trace
@@ -63,6 +64,9 @@ class LoaderSettings:
     updates_per_period: int = 1
     pack_tokens: int = 768
     num_ranks: int = 1
+    """That compute micro-batches of their own."""
+    rounds: bool = False
+    """They do it together (batch/ranks.py)."""
     overlong_buffer: int = 0
     masks_truncated: bool = False
     max_attempts: float = 4.0
@@ -88,6 +92,10 @@ class PeriodicLoader:
         self.current: Period | None = None
         """The period that was opened last."""
         self._open: list[Scored] = []
+
+    def use_ranks(self, num_ranks: int, *, rounds: bool) -> None:
+        """From the next period on."""
+        self.settings = replace(self.settings, num_ranks=num_ranks, rounds=rounds)
 
     def scoring(self, now_s: float) -> list[GroupStatus]:
         """Groups that are complete and wait for their rewards."""
@@ -235,13 +243,12 @@ class Period:
     async def _update(self, update: int) -> AsyncIterator[MicroBatch]:
         """The micro-batches of one optimizer step; the last one carries the denominators."""
         settings = self._settings
-        packer = Packer(settings.pack_tokens)
+        packer, placing = Packer(settings.pack_tokens), Placing(settings.num_ranks, rounds=settings.rounds)
         index = itertools.count()
         num_groups = num_sequences = num_tokens = 0
 
-        def microbatch(pack: tuple[TrainGroup, ...], closes: UpdateTotals | None = None) -> MicroBatch:
+        def microbatch(rank: int, pack: Pack, closes: UpdateTotals | None = None) -> MicroBatch:
             number = next(index)
-            rank = number % settings.num_ranks
             return MicroBatch(period=self._version, update=update, index=number, rank=rank, groups=pack, closes=closes)
 
         async for group in self._released(update) if self._more is None else self._accepted(update):
@@ -255,9 +262,14 @@ class Period:
                 continue
             self._ledger.record(group, "trained")
             for pack in packer.add(trained):
-                yield microbatch(pack)
+                for placed in placing.add(pack):
+                    yield microbatch(*placed)
         totals = UpdateTotals(num_groups=num_groups, num_sequences=num_sequences, num_tokens=num_tokens)
-        yield microbatch(packer.flush(), closes=totals)
+        rest = packer.flush()
+        *others, last = [*(placing.add(rest) if rest else []), *placing.flush()] or [(0, ())]
+        for placed in others:
+            yield microbatch(*placed)
+        yield microbatch(*last, closes=totals)
 
     def _advantages(self, group: Group) -> Advantages:
         over_batch = self._settings.algorithm.over_batch

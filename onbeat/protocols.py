@@ -7,10 +7,11 @@ Nothing here says where the work is done.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
+from onbeat.checkpoint import Part
 from onbeat.types import Completion, Group, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
 
 M_co = TypeVar("M_co", covariant=True)
@@ -164,6 +165,15 @@ class Trainer(Protocol):
     async def export(self, directory: str) -> None:
         """Write the model in Hugging Face format."""
         ...
+
+
+class SavedParts(NamedTuple):
+    """What became of a checkpoint's parts: all of them, or the problem of one."""
+
+    num_updates: int
+    """Optimizer steps in the weights."""
+    parts: tuple[Part, ...]
+    problem: str | None = None
 
 
 class WeightChannel(Protocol):

@@ -46,8 +46,13 @@ _MAY_CHANGE = (
     "reward.accuracy_threshold",
     "schedule.mode",
     "schedule.periods",
+    "trainer.ranks",
+    "trainer.tensor_parallel",
+    "trainer.shard",
+    "trainer.offload",
 )
-"""Keys, or sections, without influence on the weights: a resumed run may set them anew."""
+"""Keys, or sections, without influence on the weights but their rounding: a resumed run may set them anew. (Of other
+ranks it is told that it may not be one run any more: inputs.py.)"""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from onbeat.checkpoint import CheckpointStore, Manifest
 from onbeat.errors import CheckpointError, WorkerError
-from onbeat.messages import PartSaved
-from onbeat.protocols import Tracer, no_trace
+from onbeat.protocols import SavedParts, Tracer, no_trace
 
 
 class SavesParts(Protocol):
@@ -29,7 +28,7 @@ class SavesParts(Protocol):
     def num_steps(self) -> int:
         """Optimizer steps it was asked for since it started."""
 
-    async def save_part(self, directory: str, num_updates: int) -> PartSaved: ...
+    async def save_parts(self, directory: str, num_updates: int) -> SavedParts: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,8 @@ class Saver:
         self._last_version = last_version
         self._updates_per_period = updates_per_period
         self._config = config
-        self._inputs = inputs or {}
+        self.inputs = inputs or {}
+        """What the run's bits rest on, from now on (inputs.py)."""
         self._mark = mark
         self._seal = seal
         self._warn = warn
@@ -91,6 +91,18 @@ class Saver:
         if is_due and version != self._saved:
             await self.finish()
             self._begin_saving(*self._boundary)
+
+    async def save_now(self) -> Path:
+        """The boundary that has just been passed, due or not; raises CheckpointError if it cannot be had."""
+        assert self._boundary is not None, "before the first boundary"
+        version = self._boundary[0]
+        await self.finish()
+        if self._saved != version:
+            self._begin_saving(*self._boundary)
+            await self.finish()
+        if self._saved != version:
+            raise self._failure or CheckpointError(f"version {version} could not be saved")
+        return self._store.path(version)
 
     def _begin_saving(self, version: int, mark: Mark) -> None:
         self.saving = version
@@ -139,20 +151,20 @@ class Saver:
         self._failure = None
         try:
             directory = await asyncio.to_thread(self._store.begin, version)
-            saved = await self._trainer.save_part(str(directory), num_updates)
+            saved = await self._trainer.save_parts(str(directory), num_updates)
             if saved.num_updates != num_updates:
                 return  # ended at once in the middle of a period: no boundary any more
-            if saved.part is None:
-                raise CheckpointError(saved.problem or "the trainer could not save")
+            if saved.problem is not None:
+                raise CheckpointError(saved.problem)
             digests = await asyncio.to_thread(self._sealed, mark.lengths)
             manifest = Manifest(
                 version=version,
                 num_updates=saved.num_updates,
                 cursor=mark.cursor,
-                parts=(saved.part,),
+                parts=saved.parts,
                 lengths=mark.lengths,
                 digests=digests,
-                inputs=self._inputs,
+                inputs=self.inputs,
                 config=self._config,
             )
             await asyncio.to_thread(self._store.commit, manifest)

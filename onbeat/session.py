@@ -61,9 +61,12 @@ class Session:
     closing: AsyncExitStack
     """What is undone when the session ends, the last first."""
 
-    def worker_settings(self, name: str, checkpoint: Path | None = None) -> WorkerSettings:
+    def worker_settings(
+        self, name: str, checkpoint: Path | None = None, config: Config | None = None
+    ) -> WorkerSettings:
+        """`config`: if it is not the one the run began with."""
         return WorkerSettings(
-            config=self.config.model_dump_json(),
+            config=(config or self.config).model_dump_json(),
             model_dir=str(self.model_dir),
             name=name,
             checkpoint=str(checkpoint) if checkpoint is not None else None,
@@ -287,5 +290,6 @@ def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
         elide=config.algorithm.beta == 0 and config.algorithm.loss is None,
         updates_per_period=config.schedule.updates_per_period,
         pack_tokens=config.trainer.pack_tokens,
-        num_ranks=config.trainer.ranks,
+        num_ranks=config.trainer.data_parallel,
+        rounds=config.trainer.shard,
     )

@@ -11,11 +11,12 @@ from pathlib import Path
 from onbeat.config import Config
 from onbeat.observe.recorder import Recorder, read_records
 from onbeat.recipe import load
+from onbeat.rescale import Rescaling
 from onbeat.run_dir import RunDir
 from onbeat.saver import Saver
 from onbeat.session import Session
 from onbeat.status import GroupStatus, Status, WorkerStatus
-from onbeat.training.client import TrainerClient
+from onbeat.training.ranks import TrainerRanks
 
 _RECENT = 5
 """Periods whose pace is taken for the next ones'."""
@@ -29,8 +30,9 @@ class Watch:
         self._recorder = recorder
         self._began_s = time.monotonic()
         self.session: Session | None = None
-        self.trainer: TrainerClient | None = None
+        self.trainer: TrainerRanks | None = None
         self.saver: Saver | None = None
+        self.rescaling: Rescaling | None = None
         """None until they have started."""
 
     def status(self) -> Status:
@@ -70,7 +72,7 @@ class Watch:
     def _workers(self) -> list[WorkerStatus]:
         found = []
         if self.trainer is not None:
-            found.append(WorkerStatus(name="trainer-0", pid=self.trainer.pid, state=self.trainer.doing))
+            found += [WorkerStatus(name=rank.name, pid=rank.pid, state=rank.doing) for rank in self.trainer.ranks]
         if self.session is not None:
             found += self.session.pool.workers()
             found += [
@@ -88,7 +90,8 @@ class Watch:
         if self.saver is not None and self.saver.holds_up is not None:
             return f"version {self.saver.holds_up} to be written to the disk"
         if self.trainer is not None and self.trainer.doing != "waiting":
-            return f"trainer-0: {self.trainer.doing}"
+            rank = next(rank for rank in self.trainer.ranks if rank.doing != "waiting")
+            return f"{rank.name}: {rank.doing}"
         in_order = [group for group in groups if group.stream == "train"] or groups
         if not in_order:
             return "the next period to open"

@@ -20,7 +20,7 @@ from onbeat.period import train
 from onbeat.protocols import Evaluated, UpdateReport
 from onbeat.recipe import load
 from onbeat.session import Session, open_session
-from onbeat.training.client import TrainerClient
+from onbeat.training.ranks import TrainerRanks
 from onbeat.types import Group, Prompt
 
 TASKS = Path(__file__).with_name("tasks.py")
@@ -62,7 +62,7 @@ class Period:
 class Workers:
     """A session with a trainer, kept up between jobs."""
 
-    def __init__(self, session: Session, trainer: TrainerClient, spans: list[Span], num_prompts: int) -> None:
+    def __init__(self, session: Session, trainer: TrainerRanks, spans: list[Span], num_prompts: int) -> None:
         self._session = session
         self._trainer = trainer
         self._spans = spans
@@ -123,10 +123,9 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
     async def start() -> Workers:
         session = await opened.__aenter__()
-        trainer = await TrainerClient.start(
-            session.launcher, session.worker_settings("trainer-0"), trace, session.pool.trainer_works
-        )
+        trainer = TrainerRanks(config, session.launcher, session.worker_settings, trace, session.pool.trainer_works)
         session.closing.callback(trainer.close)
+        await trainer.start(None)
         return Workers(session, trainer, spans, config.schedule.prompts_per_period)
 
     def trace(lane: str, name: str, began_s: float, ended_s: float) -> None:

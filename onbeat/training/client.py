@@ -1,4 +1,4 @@
-"""The controller's handle of the trainer process (worker.py). No torch.
+"""The controller's handle of one trainer process, a rank (worker.py); ranks.py makes one trainer of them. No torch.
 
     accumulate ──▶ at most WINDOW micro-batches in the child ──▶ Accumulated
     step, snapshot, export ──▶ answered in order, after everything before them
@@ -6,7 +6,7 @@
 
 The window is 2: one being computed and one in the socket, so that the child never waits for us. `accumulate` waits
 when it is full; that is all that holds the loop back. If the child dies, whoever waits, and every later call, gets
-the same WorkerError.
+the same WorkerError; so they do if another rank dies (`fail`): this one may wait for it for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec import Struct
@@ -27,6 +28,7 @@ from onbeat.messages import (
     Exported,
     Failed,
     FromTrainer,
+    Listening,
     PartSaved,
     SavePart,
     SnapshotTaken,
@@ -40,6 +42,8 @@ from onbeat.protocols import Child, Launcher, Snapshot, Tracer, UpdateReport
 from onbeat.types import MicroBatch, UpdateTotals
 
 WINDOW = 2
+END_S = 10.0
+"""For a process to end that is wanted no more."""
 R = TypeVar("R", Accumulated, Stepped, SnapshotTaken, Exported)
 Answer = Accumulated | Stepped | SnapshotTaken | Exported
 
@@ -66,46 +70,33 @@ _NAMES: dict[type[Struct], str] = {
 }
 
 
-class TrainerClient:
+class RankClient:
     def __init__(
         self,
         child: Child[FromTrainer],
         trace: Tracer,
         why_not_shared: str | None,
         on_work: Callable[[bool], None] = lambda works: None,
+        on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """`on_work` is told when the trainer begins to work, and when it waits again."""
+        """`on_work` is told when it begins to work, and when it waits again; `on_failure`, why it works no more."""
         self._child = child
         self._trace = trace
         self._on_work = on_work
+        self._on_failure = on_failure
         self.why_not_shared = why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
         self._pending: deque[asyncio.Future[Answer]] = deque()
         self._orders: deque[str] = deque()
         """What each of them was."""
-        self.num_steps = 0
-        """Optimizer steps it was asked for."""
         self._window = asyncio.Semaphore(WINDOW)
         self._saving: asyncio.Future[PartSaved] | None = None
         self._failure: Exception | None = None
         self._reader = asyncio.create_task(self._read())
 
-    @classmethod
-    async def start(
-        cls,
-        launcher: Launcher,
-        settings: WorkerSettings,
-        trace: Tracer,
-        on_work: Callable[[bool], None] = lambda works: None,
-    ) -> TrainerClient:
-        child: Child[FromTrainer] = await launcher.spawn(
-            name=settings.name,
-            entry="onbeat.training.worker:main",
-            settings=settings,
-            receives=FromTrainer,
-            uses_torch=True,
-        )
-        return cls(child, trace, (await first_word(child, TrainerReady)).why_not_shared, on_work)
+    @property
+    def name(self) -> str:
+        return self._child.name
 
     @property
     def pid(self) -> int:
@@ -116,11 +107,12 @@ class TrainerClient:
         """What it was asked for first of what it has not answered."""
         return self._orders[0] if self._orders else "waiting"
 
-    async def accumulate(self, microbatch: MicroBatch) -> None:
-        if not microbatch.groups:
-            return
+    async def accumulate(self, microbatch: MicroBatch, num_parts: int = 0) -> asyncio.Future[Answer]:
+        """Returns when it is on its way, with the answer to come."""
         await self._window.acquire()
-        self._send(Accumulate(microbatch)).add_done_callback(self._accumulated)
+        answer = self._send(Accumulate(microbatch, num_parts))
+        answer.add_done_callback(self._accumulated)
+        return answer
 
     def _accumulated(self, answer: asyncio.Future[Answer]) -> None:
         self._window.release()
@@ -128,15 +120,16 @@ class TrainerClient:
             self._trace(self._child.name, f"micro-batch {done.index}", done.began_s, done.ended_s)
 
     async def step(self, totals: UpdateTotals) -> UpdateReport:
-        self.num_steps += 1
         stepped = await self._ask(Step(totals), Stepped)
         self._trace(self._child.name, "optimizer step", stepped.began_s, stepped.ended_s)
         return stepped.report
 
-    async def snapshot(self, version: int) -> Snapshot:
-        taken = await self._ask(TakeSnapshot(version), SnapshotTaken)
-        handle = self._child.connection.take_fd()
-        return Snapshot(version=taken.version, digest=taken.digest, num_bytes=taken.num_bytes, handle=handle)
+    async def write_snapshot(self, version: int) -> SnapshotTaken:
+        """Its share of it; rank 0 sends the memory, too (`take_fd`)."""
+        return await self._ask(TakeSnapshot(version), SnapshotTaken)
+
+    def take_fd(self) -> int:
+        return self._child.connection.take_fd()
 
     async def save_part(self, directory: str, num_updates: int) -> PartSaved:
         """Write the trainer's part of a checkpoint, if its weights are those after so many updates. Other calls need
@@ -156,8 +149,17 @@ class TrainerClient:
             raise CheckpointError(problem)
 
     def close(self) -> None:
-        """The run is over: what becomes of the process is no news any more."""
+        """It is wanted no more: what becomes of the process is no news."""
         self._reader.cancel()
+
+    async def end(self) -> None:
+        """Until the process is gone. It has nothing left to do, and sees that nobody talks to it any more."""
+        self.close()
+        self._child.connection.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._child.exited()
+        self._child.kill()
 
     async def _ask(self, order: Struct, answer: type[R]) -> R:
         reply = await self._send(order)
@@ -183,7 +185,7 @@ class TrainerClient:
                 match message:
                     case Failed(reason=reason):
                         raise WorkerError(f"{self._child.name}: {reason}")
-                    case TrainerReady():
+                    case Listening() | TrainerReady():
                         raise WorkerError(f"{self._child.name} started twice")
                     case PartSaved():
                         if self._saving is not None and not self._saving.done():
@@ -200,10 +202,17 @@ class TrainerClient:
             status = await self._child.exited()
             raise WorkerError(f"{self._child.name} died (status {status})", self._child.log_tail())
         except Exception as error:  # whatever it is: nobody else would hear of it, and everybody would wait
-            self._failure = error
-            for answer in self._pending:
-                if not answer.done():
-                    answer.set_exception(error)
-            if self._saving is not None and not self._saving.done():
-                self._saving.set_exception(error)
-            self._pending.clear()
+            self.fail(error)
+            self._on_failure(error)
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits, and whoever calls from now on, gets this."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        for answer in self._pending:
+            if not answer.done():
+                answer.set_exception(error)
+        if self._saving is not None and not self._saving.done():
+            self._saving.set_exception(error)
+        self._pending.clear()

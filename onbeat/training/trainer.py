@@ -14,7 +14,8 @@ import torch
 
 from onbeat.algorithms.base import Tokens
 from onbeat.algorithms.catalogue import algorithm_of
-from onbeat.batch.layout import Layout, split_group
+from onbeat.batch.layout import Layout
+from onbeat.batch.pack import split_group
 from onbeat.checkpoint import Tensor
 from onbeat.config import Config, LoraSection, TrainerConfig
 from onbeat.device import load_model

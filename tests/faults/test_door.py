@@ -57,7 +57,8 @@ class Run:
             self.num_asked += 1
             return STATUS
 
-        def scale(generators: int) -> Answer:
+        def scale(what: str, generators: int) -> Answer:
+            assert what == "generators"
             self.scaled.append(generators)
             return Answer(f"{generators} generators", done=True)
 
@@ -103,7 +104,7 @@ def test_the_owner_asks_and_scales_on_this_machine(tmp_path: Path) -> None:
         run = Run()
         async with serving(tmp_path, run.door()):
             assert await in_thread(ask_status, tmp_path) == STATUS
-            assert await in_thread(ask_to_scale, tmp_path, 3) == Answer("3 generators", done=True)
+            assert await in_thread(ask_to_scale, tmp_path, "generators", 3) == Answer("3 generators", done=True)
         assert await in_thread(ask_status, tmp_path) is None
         return run
 
@@ -183,11 +184,13 @@ def strangers_words(rng: random.Random) -> bytes:
     if kind == 0:
         return rng.randbytes(rng.randrange(200))
     if kind == 1:
-        return b"".join(frame(rng.choice([AskStatus(), Scale(rng.randrange(9)), Join("h", 1)])) for _ in range(3))
+        return b"".join(
+            frame(rng.choice([AskStatus(), Scale("generators", rng.randrange(9)), Join("h", 1)])) for _ in range(3)
+        )
     if kind == 2:
         return frame(Proof(rng.randbytes(32), rng.randbytes(32))) + frame(AskStatus())
     if kind == 3:
-        return frame(prove(rng.randbytes(20), Challenge(rng.randbytes(32)))) + frame(Scale(1))
+        return frame(prove(rng.randbytes(20), Challenge(rng.randbytes(32)))) + frame(Scale("trainer", 1))
     if kind == 4:
         return rng.choice([2**31, 5000, 2**32 - 1]).to_bytes(4, "little") + rng.randbytes(50)
     whole = frame(Proof(rng.randbytes(32), rng.randbytes(32)))

@@ -11,7 +11,7 @@ import pytest
 
 from onbeat.checkpoint import CheckpointStore, write_part
 from onbeat.errors import CheckpointError, WorkerError
-from onbeat.messages import PartSaved
+from onbeat.protocols import SavedParts
 from onbeat.saver import Mark, Saver
 
 
@@ -25,14 +25,14 @@ class FakeTrainer:
         self.failure: Exception | str | None = None
         self.asked: list[int] = []
 
-    async def save_part(self, directory: str, num_updates: int) -> PartSaved:
+    async def save_parts(self, directory: str, num_updates: int) -> SavedParts:
         self.asked.append(num_updates)
         await self.may_write.wait()
         if isinstance(self.failure, Exception):
             raise self.failure
         if self.failure is not None or num_updates != self.num_steps:
-            return PartSaved(self.num_steps, None, self.failure)
-        return PartSaved(self.num_steps, write_part(Path(directory), "rank-0.safetensors", {}))
+            return SavedParts(self.num_steps, (), self.failure)
+        return SavedParts(self.num_steps, (write_part(Path(directory), "rank-0.safetensors", {}),))
 
 
 def saver_in(directory: Path, trainer: FakeTrainer, told: list[str] | None = None, **settings: Any) -> Saver:
