@@ -202,8 +202,8 @@ class TrainerConfig(_Section):
     def _layout(self) -> TrainerConfig:
         if self.ranks % self.tensor_parallel:
             raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: each micro-batch needs "
-                f"{self.tensor_parallel} ranks"
+                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: each micro-batch "
+                f"needs {self.tensor_parallel} ranks"
             )
         if self.shard and self.data_parallel == 1:
             raise ValueError(

@@ -232,7 +232,7 @@ def test_a_flag_cannot_reach_into_the_list_of_rewards(recipe: Path) -> None:
         ("sampling.temperature", 0, "sampling.temperature = 0: input should be greater than 0"),
         ("trainer.betas", [0.9], "trainer.betas.1"),
         ("trainer.betas", 0.9, "trainer.betas = 0.9: input should be a valid array"),
-        ("trainer.ranks", 2, "trainer.ranks = 2: more than one trainer rank is not available yet"),
+        ("trainer.tensor_parallel", 2, "tensor_parallel = 2 does not divide ranks = 1"),
         ("run.dir", 3, "run.dir = 3: input should be a valid string"),
         ("model.path", ["a"], "model.path = ['a']: input should be a valid string"),
         ("reward.functions", [], "reward.functions = []: tuple should have at least 1 item"),
