@@ -163,6 +163,14 @@ class GeneratorConfig(_Section):
 class TrainerConfig(_Section):
     ranks: _Positive = 1
     """Trainer processes."""
+    tensor_parallel: _Positive = 1
+    """So many ranks compute one micro-batch together, each with a part of every matrix; divides ranks."""
+    shard: bool = False
+    """Each rank keeps a share of weights, gradients and optimizer state; the rest comes layer by layer (FSDP2)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; weights, their sums of gradients and the optimizer's state stay float32."""
+    offload: bool = False
+    """What a rank keeps lies in host memory, and comes to the device layer by layer; needs shard."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads per rank; 0: all cores, shared with the generators without spinning."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
@@ -184,6 +192,27 @@ class TrainerConfig(_Section):
     better and makes the trainer wait."""
     max_tokens: _Positive = 4096
     """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
+
+    @property
+    def data_parallel(self) -> int:
+        """So many micro-batches are computed at a time."""
+        return self.ranks // self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _layout(self) -> TrainerConfig:
+        if self.ranks % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: a micro-batch takes "
+                f"{self.tensor_parallel} of them"
+            )
+        if self.shard and self.data_parallel == 1:
+            raise ValueError(
+                f"shard = true spreads the weights over {self.ranks} / {self.tensor_parallel} = 1 rank: set ranks to "
+                f"{2 * self.tensor_parallel} or more, or shard = false"
+            )
+        if self.offload and not self.shard:
+            raise ValueError("offload = true needs shard = true: only weights that are spread over ranks are offloaded")
+        return self
 
 
 class LoraSection(_Section):
@@ -294,12 +323,6 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     track: TrackConfig = TrackConfig()
     cluster: ClusterConfig = ClusterConfig()
-
-    @model_validator(mode="after")
-    def _supported(self) -> Config:
-        if self.trainer.ranks > 1:
-            raise ValueError(f"trainer.ranks = {self.trainer.ranks}: more than one trainer rank is not available yet")
-        return self
 
     @property
     def num_updates(self) -> int:

@@ -11,6 +11,10 @@
       │◀─ Completed ×G ──────│                      │── SavePart ───────────▶│ in a thread, while it goes on
       │◀─ Leaving ───────────│ finishes its groups  │◀─ PartSaved ───────────│ out of turn
 
+    Of several trainer ranks, rank 0 first says Listening; then each is told to Meet there, and says TrainerReady. Every
+    order goes to every rank (but Accumulate, to those that the micro-batch is for), and each answers; the memory comes
+    from rank 0.
+
     Where memory cannot be shared (another machine), Stage is followed by WeightBytes ×n instead of a descriptor.
 
     controller            reward worker
@@ -42,6 +46,12 @@ class WorkerSettings(Struct, frozen=True, kw_only=True):
     name: str
     checkpoint: str | None = None
     """The directory of the checkpoint to go on from."""
+    rank: int = 0
+    """Of a trainer: which of `num_ranks` it is. Those that compute a micro-batch together follow each other: the
+    tensor-parallel ranks of data-parallel rank d are d · tensor_parallel + 0, 1, …"""
+    num_ranks: int = 1
+    host: str = "127.0.0.1"
+    """The address of the worker's machine at which other ranks reach it."""
 
 
 class Welcome(Struct, frozen=True, kw_only=True, tag=True):
@@ -146,6 +156,19 @@ class Progress(Struct, frozen=True, tag=True):
     """Sampled since the generator started."""
 
 
+class Listening(Struct, frozen=True, tag=True):
+    """Rank 0's first word, if there are others: where they meet."""
+
+    address: str
+    """HOST:PORT."""
+
+
+class Meet(Struct, frozen=True, tag=True):
+    """The first order to every rank, rank 0 included, if there are several: join the others there."""
+
+    address: str
+
+
 class TrainerReady(Struct, frozen=True, tag=True):
     num_parameters: int
     why_not_shared: str | None
@@ -153,7 +176,12 @@ class TrainerReady(Struct, frozen=True, tag=True):
 
 
 class Accumulate(Struct, frozen=True, tag=True):
+    """With sharded weights every rank gets one per round, without groups if there is nothing for it."""
+
     microbatch: MicroBatch
+    num_parts: int = 0
+    """With sharded weights: if some rank of the round has a group to split, the most parts that one has
+    (batch/pack.py); every rank runs so many."""
 
 
 class Accumulated(Struct, frozen=True, tag=True):
@@ -178,7 +206,7 @@ class TakeSnapshot(Struct, frozen=True, tag=True):
 
 
 class SnapshotTaken(Struct, frozen=True, tag=True):
-    """The attached memory holds the weights."""
+    """The attached memory holds the weights; of several ranks, rank 0 attaches it."""
 
     version: int
     digest: str
@@ -251,7 +279,7 @@ class ScoreResult(Struct, frozen=True, tag=True):
 
 ToGenerator = Stage | WeightBytes | Activate | Submit | Cancel | ShareCores | Refused
 FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress | Leaving
-ToTrainer = Accumulate | Step | TakeSnapshot | SavePart | Export
-FromTrainer = TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | PartSaved | Exported
+ToTrainer = Meet | Accumulate | Step | TakeSnapshot | SavePart | Export
+FromTrainer = Listening | TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | PartSaved | Exported
 ToScorer = ScoreCall
 FromScorer = ScorerReady | Failed | ScoreResult

@@ -215,30 +215,3 @@ def _blocks(rows: list[_Row], starts: list[int]) -> tuple[Block, ...]:
             starts, lengths = starts[len(lengths) :], []
         lengths.append(row.length)
     return (*blocks, Block.of(starts[0], tuple(lengths)))
-
-
-def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
-    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone).
-
-    Longest first, so that equal lengths stay together; a function of the group alone (R1).
-    """
-    parts: list[list[int]] = []
-    room = 0
-    order = sorted(range(len(group.completion_ids)), key=lambda index: -len(group.completion_ids[index]))
-    for index in order:
-        length = len(group.completion_ids[index])
-        if not parts or length > room:
-            parts.append([])
-            room = max_tokens
-        parts[-1].append(index)
-        room -= length
-    return [
-        TrainGroup(
-            slot=group.slot,
-            prompt_ids=group.prompt_ids,
-            completion_ids=tuple(group.completion_ids[index] for index in part),
-            sampler_logprobs=tuple(group.sampler_logprobs[index] for index in part),
-            advantages=tuple(group.advantages[index] for index in part),
-        )
-        for part in parts
-    ]

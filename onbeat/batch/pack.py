@@ -2,11 +2,13 @@
 
 A pack is closed when another group like its last one would take it over `max_tokens`, or when the next one does; a
 group larger than that goes alone. Closing early matters: a pack that waits for one more group is a trainer that waits.
+
+A group larger than one pass may be (trainer.max_tokens) is split: its prompt once, then its completions in parts.
 """
 
 from __future__ import annotations
 
-from onbeat.types import TrainGroup
+from onbeat.types import MicroBatch, TrainGroup
 
 
 class Packer:
@@ -31,3 +33,38 @@ class Packer:
         pack = tuple(self._open)
         self._open, self._num_tokens = [], 0
         return pack
+
+
+def num_parts(microbatch: MicroBatch, max_tokens: int) -> int:
+    """In how many parts a trainer computes the micro-batch; 0: it is not split."""
+    groups = microbatch.groups
+    if len(groups) != 1 or groups[0].num_tokens <= max_tokens:
+        return 0
+    return len(split_group(groups[0], max_tokens))
+
+
+def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
+    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone).
+
+    Longest first, so that equal lengths stay together; a function of the group alone (R1).
+    """
+    parts: list[list[int]] = []
+    room = 0
+    order = sorted(range(len(group.completion_ids)), key=lambda index: -len(group.completion_ids[index]))
+    for index in order:
+        length = len(group.completion_ids[index])
+        if not parts or length > room:
+            parts.append([])
+            room = max_tokens
+        parts[-1].append(index)
+        room -= length
+    return [
+        TrainGroup(
+            slot=group.slot,
+            prompt_ids=group.prompt_ids,
+            completion_ids=tuple(group.completion_ids[index] for index in part),
+            sampler_logprobs=tuple(group.sampler_logprobs[index] for index in part),
+            advantages=tuple(group.advantages[index] for index in part),
+        )
+        for part in parts
+    ]
