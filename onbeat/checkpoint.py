@@ -2,7 +2,8 @@
 
     checkpoints/
       version-000010/
-        rank-0.safetensors    a trainer rank's part: its weights and its optimizer's state
+        rank-0.safetensors    a trainer rank's part: what falls to it of weights and optimizer state
+        rank-1.safetensors …  of further ranks
         manifest.json         written last: the rest of the run's state, and the digest of every part
       .version-000020/        being written or removed, or left so by a kill: nobody reads it, the next save removes it
 
@@ -35,6 +36,8 @@ import xxhash
 from onbeat.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+PIECES = "pieces"
+"""The key of a part's metadata under which its pieces are."""
 _PIECE_BYTES = 16 << 20
 """Written and hashed at a time."""
 
@@ -52,6 +55,17 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     data: memoryview
     """Its bytes."""
+    piece: Piece | None = None
+    """Of which tensor it is a piece; None: it is whole."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where in a whole tensor something lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    offset: tuple[int, ...]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +102,11 @@ class _Signed(msgspec.Struct, frozen=True):
 
 
 def write_part(directory: Path, name: str, tensors: Mapping[str, Tensor], at: At = nowhere) -> Part:
-    """One safetensors file, on the disk when this returns."""
-    header, offset = {}, 0
+    """One safetensors file, on the disk when this returns. Its metadata say what is a piece of which tensor."""
+    header: dict[str, Any] = {}
+    offset = 0
+    if pieces := {name: tensor.piece for name, tensor in tensors.items() if tensor.piece is not None}:
+        header["__metadata__"] = {PIECES: msgspec.json.encode(pieces).decode()}
     for tensor_name, tensor in tensors.items():
         end = offset + tensor.data.nbytes
         header[tensor_name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (offset, end)}

@@ -166,7 +166,7 @@ class TrainerConfig(_Section):
     tensor_parallel: _Positive = 1
     """So many ranks compute one micro-batch together, each with a part of every matrix; divides ranks."""
     shard: bool = False
-    """Each rank keeps a share of weights, gradients and optimizer state, and borrows the rest by layers (FSDP2)."""
+    """Each rank keeps a share of weights, gradients and optimizer state; the rest comes layer by layer (FSDP2)."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; weights, their sums of gradients and the optimizer's state stay float32."""
     offload: bool = False
@@ -202,8 +202,8 @@ class TrainerConfig(_Section):
     def _layout(self) -> TrainerConfig:
         if self.ranks % self.tensor_parallel:
             raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: each micro-batch "
-                f"needs {self.tensor_parallel} ranks"
+                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: a micro-batch takes "
+                f"{self.tensor_parallel} of them"
             )
         if self.shard and self.data_parallel == 1:
             raise ValueError(

@@ -37,7 +37,6 @@ def export_checkpoint(run_dir: Path, directory: Path, version: int | None) -> in
 
     model = load_model(str(model_dir))
     add_adapter(model, config.lora, config.seed)
-    for part in checkpoint.manifest.parts:
-        load_weights(model, checkpoint.directory / part.name)
+    load_weights(model, checkpoint.directory)
     write_model(directory, model_dir, lambda hidden: save_model(model, str(model_dir), hidden))
     return version

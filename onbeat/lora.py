@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from onbeat.config import LoraSection
-from onbeat.device import load_model
+from onbeat.device import load_into_host_memory, local_part
 from onbeat.errors import InputError
 
 _ADAPTER = "default"
@@ -54,15 +54,20 @@ def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def is_adapters(name: str) -> bool:
+    """Whether the parameter is A or B of some layer."""
+    return "lora_A" in name or "lora_B" in name
+
+
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of what is trained, as it is now."""
-    return {name: parameter.detach().clone() for name, parameter in trained_parameters(model).items()}
+    """A copy of what is trained, as it is now; of what this rank has, here and below."""
+    return {name: local_part(parameter).detach().clone() for name, parameter in trained_parameters(model).items()}
 
 
 def no_addition(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The values with which the model is what it was before: every B zero."""
     return {
-        name: torch.zeros_like(parameter)
+        name: torch.zeros_like(local_part(parameter))
         for name, parameter in trained_parameters(model).items()
         if "lora_B" in name
     }  # fmt: skip
@@ -76,15 +81,29 @@ def some_addition(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def shows_exchanges(parameter: torch.Tensor) -> bool:
+    """Whether a view of the parameter's values shows the others while `with_values` lasts."""
+    return local_part(parameter) is not parameter
+
+
 @contextmanager
 def with_values(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """The model with other values of what is trained. A graph that was built before may run its backward after, and a
-    view of a value that was taken before (a checkpoint being written) shows the same value during it."""
+    view of a value that was taken before (a checkpoint being written) shows the same value during it; but not of a
+    parameter that is spread over ranks, whose memory is known to others (`shows_exchanges`)."""
     parameters = trained_parameters(model)
 
+    @torch.no_grad()
     def exchange() -> None:
         for name, value in others.items():
-            parameters[name].data, value.data = value.data, parameters[name].data
+            parameter = parameters[name]
+            if shows_exchanges(parameter):
+                mine = local_part(parameter)
+                before = mine.clone()
+                mine.copy_(value)
+                value.copy_(before)
+            else:
+                parameter.data, value.data = value.data, parameter.data
 
     exchange()
     try:
@@ -98,7 +117,7 @@ def save_model(model: Any, model_dir: str, directory: Path) -> None:
     if not hasattr(model, "peft_config"):
         model.save_pretrained(directory)
         return
-    merged = load_model(model_dir)
+    merged = load_into_host_memory(model_dir)
     merge_into(merged, model)
     merged.save_pretrained(directory)
     save_adapter(model, directory / "adapter", model_dir)
@@ -112,7 +131,8 @@ def merge_into(plain: torch.nn.Module, model: Any) -> None:
     targets = dict(plain.named_parameters())
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     for name, layer in layers.items():
-        targets[f"{name}.weight"].add_(layer.get_delta_weight(_ADAPTER))
+        target = targets[f"{name}.weight"]
+        target.add_(layer.get_delta_weight(_ADAPTER).to(target.device))
 
 
 def save_adapter(model: Any, directory: Path, base: str) -> None:

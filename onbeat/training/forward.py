@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from onbeat.batch.layout import Layout
 from onbeat.training.attention import ATTENTION, KeysValues, SharedPrompt
 from onbeat.training.gradients import gradients_in_place
 from onbeat.training.head import head_logprobs
+from onbeat.training.parallel import ShardRoot
 from onbeat.types import TrainGroup
 
 _ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,10 +46,22 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_()
 
 
+def _called(model: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """function(model, …): through its door, if the model is sharded (parallel.py)."""
+    return model(function, *args) if isinstance(model, ShardRoot) else function(model, *args)
+
+
 def completion_logprobs(
     model: Any, layout: Layout, temperature: float, prompt: PromptState | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per completion token, [T]: its log-probability, and the entropy (without gradient) of its prediction."""
+    logprobs_T, entropy_T = _called(model, _completion_logprobs, layout, temperature, prompt)
+    return logprobs_T, entropy_T
+
+
+def _completion_logprobs(
+    model: Any, layout: Layout, temperature: float, prompt: PromptState | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     if layout.segments is None:
         with gradients_in_place():
             return _plain_logprobs(model, layout, temperature)
@@ -62,23 +75,34 @@ def completion_logprobs(
 
 def prompt_state(model: Any, prompt_ids: Sequence[int]) -> PromptState:
     """The first step of a split group."""
+    kept, last_hidden = _called(model, _prompt_state, prompt_ids)
+    return PromptState(kept, last_hidden)
+
+
+def _prompt_state(model: Any, prompt_ids: Sequence[int]) -> tuple[dict[int, KeysValues], torch.Tensor]:
+    """In plain containers: a sharded model looks into them for the tensors from which a backward may come."""
     layout = Layout.prompt_only(prompt_ids)
     assert layout.segments is not None
     shared = SharedPrompt(layout.segments, keep=True)
     hidden = _body(model, layout, shared)
-    return PromptState(shared.kept, hidden[-1:])
+    return shared.kept, hidden[-1:]
 
 
 @contextmanager
-def split_prompt(model: Any, prompt_ids: Sequence[int]) -> Iterator[PromptState]:
+def split_prompt(
+    model: Any, prompt_ids: Sequence[int], precision: AbstractContextManager[Any] | None = None
+) -> Iterator[PromptState]:
     """The prompt of a split group, for as long as its parts come.
 
     Inside, its keys and values are leaves whose gradients sum up over the parts; at the end one backward brings them
     through the prompt.
     """
-    attached = prompt_state(model, prompt_ids)
+    with precision or nullcontext():
+        attached = prompt_state(model, prompt_ids)
     leaves = attached.leaves()
     yield leaves
+    if leaves.last_hidden.grad is None:  # no part was of this group: the backward runs all the same, for other ranks
+        leaves.last_hidden.grad = torch.zeros_like(leaves.last_hidden)
     pairs = zip(attached.tensors(), leaves.tensors(), strict=True)
     reached = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
     torch.autograd.backward([tensor for tensor, _ in reached], [gradient for _, gradient in reached])
@@ -99,7 +123,8 @@ def _plain_logprobs(model: Any, layout: Layout, temperature: float) -> tuple[tor
     sequence_T, position_T = layout.prediction_T // longest, layout.prediction_T % longest
     first = int(position_T.min())  # the head has nothing to say before the first prediction
     output = model(input_ids=layout.tokens_S_L, use_cache=False, logits_to_keep=torch.arange(first, longest))
-    logits_T_V = output.logits[sequence_T, position_T - first] / temperature
+    logits_T_V = output.logits[sequence_T, position_T - first]
+    logits_T_V = logits_T_V.to(torch.promote_types(logits_T_V.dtype, torch.float32)) / temperature
     logprobs_T_V = torch.log_softmax(logits_T_V, dim=-1)
     with torch.no_grad():
         entropy_T = -(logprobs_T_V.exp() * logprobs_T_V).sum(dim=-1)

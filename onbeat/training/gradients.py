@@ -7,7 +7,8 @@ embedding adds only the rows that occurred, instead of a matrix of the whole voc
 patched: the mode sees the calls of `torch.nn.functional` that the forward makes.
 
 Who comes second finds the first's gradient, so a weight that serves as embedding and as head is no special case. The
-backward may run outside the mode.
+backward may run outside the mode. Products in a lower precision than the weights' are added in the weights'. A weight
+that is spread over the ranks of a team is left to autograd.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+
+from onbeat.device import product_dtype
 
 
 def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """weight.grad += left @ right"""
-    if weight.grad is None:
-        weight.grad = torch.mm(left, right)
-    else:
+    if weight.grad is not None and weight.dtype == left.dtype:
         weight.grad.addmm_(left, right)
+    else:
+        add(weight, torch.mm(left, right))
 
 
 def add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """parameter.grad += gradient"""
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad += gradient
 
@@ -50,7 +54,7 @@ class _Linear(torch.autograd.Function):
         add_product(weight, grad_rows.T, x.flatten(0, -2))
         if bias is not None and bias.requires_grad:
             add(bias, grad_rows.sum(dim=0))
-        grad_x = torch.mm(grad_rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_x = torch.mm(grad_rows, weight.to(grad_rows.dtype)).view_as(x) if ctx.needs_input_grad[0] else None
         return grad_x, None, None
 
 
@@ -69,7 +73,7 @@ class _Embedding(torch.autograd.Function):
             grad_rows = grad_rows.masked_fill((ids == ctx.padding).flatten()[:, None], 0.0)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, ids.flatten(), grad_rows)
+        weight.grad.index_add_(0, ids.flatten(), grad_rows.to(weight.dtype))
         return None, None, None
 
 
@@ -87,7 +91,7 @@ class gradients_in_place(TorchFunctionMode):  # noqa: N801  # reads as what it d
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     if _collects(weight) and (bias is None or bias.is_leaf):
-        return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+        return _Linear.apply(input.to(product_dtype(input.dtype)), weight, bias)  # type: ignore[no-untyped-call]
     return F.linear(input, weight, bias)
 
 
@@ -107,7 +111,7 @@ def _embedding(
 
 def _collects(weight: torch.Tensor) -> bool:
     """Has a `.grad` of its own to add to; a view or a product (an expert's slice) has not."""
-    return weight.requires_grad and weight.is_leaf
+    return weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor)
 
 
 _IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}

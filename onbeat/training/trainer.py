@@ -2,30 +2,43 @@
 
 Gradients are sums over groups; the division by the update's denominator comes at the step, when it is known (R3).
 Nothing here knows whether the groups came one after another or all at once.
+
+Of several ranks (parallel.py), each accumulates what it is given. If each has all the weights, gradients are summed
+over ranks at the step. If the weights are spread over them, every pass of one rank is a pass of all, so each round of
+micro-batches is the same sequence of passes everywhere: who has nothing, or a group in fewer parts, fills up with
+passes over `_NOTHING`, which count for nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from onbeat.algorithms.base import Tokens
 from onbeat.algorithms.catalogue import algorithm_of
 from onbeat.batch.layout import Layout
-from onbeat.batch.pack import split_group
+from onbeat.batch.pack import num_parts, split_group
 from onbeat.checkpoint import Tensor
 from onbeat.config import Config, LoraSection, TrainerConfig
-from onbeat.device import load_model
-from onbeat.lora import add_adapter, save_model, trained_parameters
+from onbeat.device import load_into_host_memory, local_part
+from onbeat.lora import add_adapter, trained_parameters
 from onbeat.protocols import UpdateReport
 from onbeat.training.losses import denominator, importance_weights, kl_estimate, token_weights
-from onbeat.training.state import load_rank_state, rank_state
-from onbeat.training.tri_model import Logprobs, TriModel
+from onbeat.training.parallel import ALONE, Ranks
+from onbeat.training.state import Trained, load_rank_state, rank_state, trained
+from onbeat.training.tri_model import Logprobs, TriModel, TriPrompt
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights import snapshot
+
+_NOTHING = TrainGroup(
+    slot=-1, prompt_ids=(0,), completion_ids=((0,),), sampler_logprobs=((0.0,),), advantages=(0.0,)
+)  # fmt: skip
+"""The smallest group there is."""
 
 
 @dataclass(slots=True)
@@ -40,9 +53,24 @@ class _Sums:
     gap_max: float = 0.0
     num_tokens: int = 0
 
+    def over(self, ranks: Ranks) -> _Sums:
+        """Of all ranks; those of a team have the same."""
+        if ranks.alone:
+            return self
+        mine = [self.loss, self.kl or 0.0, self.clipped, self.entropy, self.gap, float(self.num_tokens)]
+        everyones = ranks.gathered([*mine, self.gap_max, float(self.kl is not None)])[:: ranks.grid.tensor]
+        loss, kl, clipped, entropy, gap, num_tokens, _, has_kl = everyones.sum(dim=0).tolist()
+        return _Sums(
+            loss=loss, kl=kl if has_kl else None, clipped=clipped, entropy=entropy, gap=gap,
+            gap_max=everyones[:, -2].amax().item(), num_tokens=int(num_tokens),
+        )  # fmt: skip
+
 
 class PolicyTrainer:
-    def __init__(self, config: Config, model_dir: str) -> None:
+    def __init__(self, config: Config, model_dir: str, ranks: Ranks = ALONE) -> None:
+        """Every rank makes one; each call is made by all of them, but `accumulate` without sharded weights."""
+        self._ranks = ranks
+        self._lora, self._seed = config.lora, config.seed
         self._algorithm = algorithm_of(config.algorithm, loads="loss")
         self._loss_settings = config.algorithm
         self._settings = config.trainer
@@ -56,35 +84,59 @@ class PolicyTrainer:
             checkpointing=config.trainer.gradient_checkpointing,
             lora=config.lora,
             seed=config.seed,
+            ranks=ranks,
+            settings=config.trainer,
         )
         self.model = self._models.policy
-        self._parameters = trained_parameters(self.model)
+        self._parameters = trained(self.model, self._models.shardings)
         self._model_dir = model_dir
         self.why_not_shared = self._models.why_not_shared
         """Why completions are trained with a copy of the prompt each; None if they share it."""
-        self._optimizer = build_optimizer(self.model, config.trainer)
+        self._optimizer = build_optimizer([each.leaf for each in self._parameters.values()], config.trainer)
         self.num_updates = 0
         """So far, those that were skipped included."""
         self._sums = _Sums()
         self._writer = snapshot.SnapshotWriter()
+        self._spread_writer = snapshot.SpreadWriter(ranks)
 
-    def accumulate(self, microbatch: MicroBatch) -> None:
-        """Forward and backward over the micro-batch; the gradient is added to what is there."""
-        groups = microbatch.groups
-        if self.why_not_shared is None and len(groups) == 1 and groups[0].num_tokens > self._settings.max_tokens:
-            self._accumulate_in_parts(groups[0])
-        else:
+    def accumulate(self, microbatch: MicroBatch, parts_of_round: int = 0) -> None:
+        """Forward and backward over the micro-batch; the gradient is added to what is there. `parts_of_round`: with
+        sharded weights, the most parts in which a rank of this round computes its micro-batch."""
+        groups, parts = microbatch.groups, 0
+        if self.why_not_shared is None:
+            parts = max(parts_of_round, num_parts(microbatch, self._settings.max_tokens))
+        if parts:
+            self._accumulate_in_parts(microbatch, parts)
+        elif groups:
             layout = self._models.layout(groups)
             self._backward(layout, self._models.logprobs(layout))
+        elif self._settings.shard:
+            layout = self._models.layout((_NOTHING,))
+            self._backward(layout, self._models.logprobs(layout), counts=False)
 
-    def _accumulate_in_parts(self, group: TrainGroup) -> None:
-        """A group too large for one pass: the prompt once, then its completions part by part."""
-        with self._models.split_prompt(group.prompt_ids) as prompt:
-            for part in split_group(group, self._settings.max_tokens):
-                layout = Layout.completions_only(part)
-                self._backward(layout, self._models.logprobs(layout, prompt))
+    def _accumulate_in_parts(self, microbatch: MicroBatch, parts: int) -> None:
+        """A group too large for one pass: the prompt once, then its completions part by part. A micro-batch that is not
+        split, in a round in which others' are, is one part."""
+        groups, max_tokens = microbatch.groups, self._settings.max_tokens
+        is_split = num_parts(microbatch, max_tokens) > 0
+        prompt_ids = groups[0].prompt_ids if is_split else _NOTHING.prompt_ids
+        with self._models.split_prompt(prompt_ids) as prompt:
+            done = 0
+            for part in split_group(groups[0], max_tokens) if is_split else ():
+                self._backward_part(part, prompt)
+                done += 1
+            if groups and not is_split:
+                layout = self._models.layout(groups)
+                self._backward(layout, self._models.logprobs(layout))
+                done += 1
+            for _ in range(parts - done):
+                self._backward_part(structs.replace(_NOTHING, prompt_ids=prompt_ids), prompt, counts=False)
 
-    def _backward(self, layout: Layout, logprobs: Logprobs) -> None:
+    def _backward_part(self, part: TrainGroup, prompt: TriPrompt, *, counts: bool = True) -> None:
+        layout = Layout.completions_only(part)
+        self._backward(layout, self._models.logprobs(layout, prompt), counts=counts)
+
+    def _backward(self, layout: Layout, logprobs: Logprobs, *, counts: bool = True) -> None:
         algorithm, settings = self._algorithm, self._loss_settings
         loss_T, clipped_T = algorithm.loss(
             Tokens(
@@ -104,6 +156,9 @@ class PolicyTrainer:
             kl_T = kl_estimate(logprobs.policy_T, logprobs.ref_T, settings.kl)
             loss_T = loss_T + settings.beta * kl_T
         loss = (loss_T * token_weights(layout.length_T, algorithm.loss_mean, self._max_new_tokens)).sum()
+        if not counts:
+            (0.0 * loss).backward()  # type: ignore[no-untyped-call]
+            return
         loss.backward()  # type: ignore[no-untyped-call]
         sums = self._sums
         gap_T = (logprobs.policy_T.detach() - layout.sampler_logprobs_T).abs()
@@ -120,13 +175,12 @@ class PolicyTrainer:
     def step(self, totals: UpdateTotals) -> UpdateReport:
         """Divide, clip, move the weights. Every parameter has a gradient, zero if need be: AdamW skips None."""
         divisor = denominator(totals, self._algorithm.loss_mean)
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad /= divisor
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.max_grad_norm).item()
+        gradients = self._take_gradients()
+        for gradient in gradients.values():
+            gradient /= divisor
+        norm = self._clip(gradients)
         rate = learning_rate(self.num_updates, self._planned_updates, self._settings)
+        self._sums = self._sums.over(self._ranks)
         finite = math.isfinite(norm) and math.isfinite(self._sums.loss)
         if finite:
             for group in self._optimizer.param_groups:
@@ -138,6 +192,37 @@ class PolicyTrainer:
         report = self._report(divisor, norm, rate, stepped=finite)
         self._sums = _Sums()
         return report
+
+    def _take_gradients(self) -> dict[str, torch.Tensor]:
+        """Of what this rank has, summed over ranks; where the optimizer looks for them."""
+        gradients = {}
+        for name, (parameter, leaf, _) in self._parameters.items():
+            if parameter.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            elif leaf is not parameter:
+                leaf.grad = local_part(parameter.grad)
+            assert leaf.grad is not None
+            assert leaf.data_ptr() == local_part(parameter).data_ptr(), (
+                "the optimizer moves what the model computes with"
+            )
+            gradients[name] = leaf.grad
+        self._ranks.sum_over_team([gradients[name] for name in gradients if name in self._models.partial])
+        if not self._settings.shard:
+            self._ranks.sum_over_teams(list(gradients.values()))
+        return gradients
+
+    def _clip(self, gradients: dict[str, torch.Tensor]) -> float:
+        """Scale the gradients so that their norm is at most the limit. Returns the norm before that."""
+        limit = self._settings.max_grad_norm
+        if self._ranks.alone:
+            return torch.nn.utils.clip_grad_norm_([each.leaf for each in self._parameters.values()], limit).item()
+        rank, grid = self._ranks.rank, self._ranks.grid
+        mine = [gradients[n] for n, each in self._parameters.items() if each.sharding.owned_by(rank, grid)]
+        square = torch.stack([gradient.norm().double().square() for gradient in mine]).sum().item() if mine else 0.0
+        norm = math.sqrt(self._ranks.gathered([square]).sum().item())
+        for gradient in gradients.values():
+            gradient *= min(1.0, limit / (norm + 1e-6))
+        return norm
 
     def _report(self, divisor: int, norm: float, rate: float, *, stepped: bool) -> UpdateReport:
         sums = self._sums
@@ -158,34 +243,56 @@ class PolicyTrainer:
             num_trained_tokens=sums.num_tokens,
         )
 
-    def snapshot(self) -> tuple[int, int, str]:
-        """The weights in sealed memory: (descriptor, size, digest). Opens a period."""
+    def snapshot(self) -> tuple[int | None, int, str]:
+        """The weights in sealed memory: (descriptor, size, digest); of several ranks, rank 0 has them and the others
+        (None, 0, ""). Opens a period."""
         self._models.open_period()
-        return self._writer.write(self._parameters.items())
+        if self._ranks.alone:
+            return self._writer.write((name, each.leaf) for name, each in self._parameters.items())
+        return self._spread_writer.write(_spread(self._parameters)) or (None, 0, "")
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank. Views: they change with the next step."""
-        return rank_state(self.model, self._optimizer, self.num_updates)
+        return rank_state(self._parameters, self._optimizer, self.num_updates, self._ranks.rank, self._ranks.grid)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint's part."""
-        self.num_updates = load_rank_state(self.model, self._optimizer, checkpoint / "rank-0.safetensors")
+        """Go on from a checkpoint, whatever number of ranks wrote it."""
+        ranks = self._ranks
+        self.num_updates = load_rank_state(self._parameters, self._optimizer, checkpoint, ranks.rank, ranks.grid)
 
-    def export(self, directory: Path) -> None:
-        """The model in Hugging Face format."""
-        save_model(self.model, self._model_dir, directory)
+    def whole_model(self) -> torch.nn.Module | None:
+        """The model in one piece, to be written in Hugging Face format; of several ranks, rank 0 gets it, in host
+        memory."""
+        if self._ranks.alone:
+            policy: torch.nn.Module = self.model
+            return policy
+        writer = snapshot.SpreadWriter(self._ranks)
+        written = writer.write(_spread(self._parameters))
+        model = None
+        if written is not None:
+            model = load_into_host_memory(self._model_dir)
+            add_adapter(model, self._lora, self._seed)
+            mapped = snapshot.Mapped(written[0], written[1])
+            with torch.no_grad():
+                mapped.load_into(trained_parameters(model))
+            mapped.close()
+        writer.close()
+        return model
+
+
+def _spread(parameters: dict[str, Trained]) -> list[snapshot.Spread]:
+    return [snapshot.Spread(name, each.leaf.detach(), each.sharding) for name, each in parameters.items()]
 
 
 def model_snapshot(model_dir: str, lora: LoraSection, seed: int) -> tuple[int, int, str]:
     """The weights of a model as they are on the disk, in sealed memory: (descriptor, size, digest)."""
-    model = load_model(model_dir)
+    model = load_into_host_memory(model_dir)
     add_adapter(model, lora, seed)
     return snapshot.write(trained_parameters(model).items())
 
 
-def build_optimizer(model: torch.nn.Module, settings: TrainerConfig) -> torch.optim.AdamW:
+def build_optimizer(parameters: Sequence[torch.nn.Parameter], settings: TrainerConfig) -> torch.optim.AdamW:
     """AdamW with decay on matrices alone."""
-    parameters = list(trained_parameters(model).values())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from onbeat.batch.layout import Layout
-from onbeat.config import LoraSection
-from onbeat.device import load_model
+from onbeat.config import LoraSection, TrainerConfig
+from onbeat.device import computing_in, device, load_into_host_memory, local_part
 from onbeat.lora import add_adapter, no_addition, trained_parameters, values, with_values
 from onbeat.training.forward import (
     PromptState,
@@ -30,9 +30,11 @@ from onbeat.training.forward import (
     split_prompt,
     why_not_shared,
 )
+from onbeat.training.parallel import ALONE, Ranks, check, shardings, spread_over_team, spread_over_teams
 from onbeat.types import TrainGroup
 
 NO_LORA = LoraSection()
+PLAIN = TrainerConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +68,36 @@ class TriModel:
         checkpointing: bool,
         lora: LoraSection = NO_LORA,
         seed: int = 0,
+        ranks: Ranks = ALONE,
+        settings: TrainerConfig = PLAIN,
     ) -> None:
-        self.policy = load_model(model_dir).train()
+        """`settings` say how the models are spread over the ranks, and in which precision they compute."""
+        self.policy = load_into_host_memory(model_dir).train()
         add_adapter(self.policy, lora, seed)
+        self.partial = spread_over_team(self.policy, ranks)
+        """Trained parameters of which each rank of a team has a part of the gradient."""
+        self.policy.to(device())
         if checkpointing:
             checkpoint_layers(self.policy)
         self.why_not_shared = why_not_shared(self.policy)
         self._has_adapter = lora.rank > 0
-        self.old = _frozen(model_dir) if needs_old and not self._has_adapter else None
-        self.reference = _frozen(model_dir) if needs_reference and not self._has_adapter else None
+        self.old = _frozen(model_dir, ranks) if needs_old and not self._has_adapter else None
+        self.reference = _frozen(model_dir, ranks) if needs_reference and not self._has_adapter else None
+        models = [model for model in (self.policy, self.old, self.reference) if model is not None]
+        if self.why_not_shared is None:
+            for model in models:
+                share_prompts(model)
+        self.shardings = shardings(self.policy, over_teams=settings.shard)
+        """How what is trained is spread over the ranks."""
+        self._doors = {id(model): model for model in models}
+        """Through which each is called."""
+        if settings.shard:
+            self._doors = {id(model): spread_over_teams(model, ranks, settings) for model in models}
+        check(trained_parameters(self.policy), self.shardings, ranks)
         self._old_values = values(self.policy) if needs_old and self._has_adapter else None
         self._reference_values = no_addition(self.policy) if needs_reference and self._has_adapter else None
-        if self.why_not_shared is None:
-            for model in (self.policy, self.old, self.reference):
-                if model is not None:
-                    share_prompts(model)
         self._temperature = temperature
+        self._precision = settings.precision
         self._moved = False
 
     def open_period(self) -> None:
@@ -93,22 +109,25 @@ class TriModel:
         """The optimizer is about to move the policy: keep what it was, if the period goes on after this."""
         if not self._moved and self.old is not None:
             for old, policy in zip(self.old.parameters(), self.policy.parameters(), strict=True):
-                old.copy_(policy)
+                local_part(old).copy_(local_part(policy))
         if not self._moved and self._old_values is not None:
             for name, parameter in trained_parameters(self.policy).items():
-                self._old_values[name].copy_(parameter)
+                self._old_values[name].copy_(local_part(parameter))
         self._moved = True
 
     @contextmanager
     def _as_old(self) -> Iterator[Any]:
         """The old policy: a model of its own, or the policy with the adapter it had."""
         with with_values(self.policy, self._old_values) if self._old_values is not None else nullcontext():
-            yield self.old or self.policy
+            yield self._door(self.old or self.policy)
 
     @contextmanager
     def _as_reference(self) -> Iterator[Any]:
         with with_values(self.policy, self._reference_values) if self._reference_values is not None else nullcontext():
-            yield self.reference or self.policy
+            yield self._door(self.reference or self.policy)
+
+    def _door(self, model: Any) -> Any:
+        return self._doors[id(model)]
 
     @property
     def _has_reference(self) -> bool:
@@ -119,8 +138,12 @@ class TriModel:
 
     def logprobs(self, layout: Layout, prompt: TriPrompt | None = None) -> Logprobs:
         """Of the layout's completion tokens; `prompt` if it is a part of a split group."""
+        with computing_in(self._precision):
+            return self._logprobs(layout, prompt)
+
+    def _logprobs(self, layout: Layout, prompt: TriPrompt | None) -> Logprobs:
         policy_T, entropy_T = completion_logprobs(
-            self.policy, layout, self._temperature, prompt.policy if prompt else None
+            self._door(self.policy), layout, self._temperature, prompt.policy if prompt else None
         )
         with torch.no_grad():
             old_T = policy_T.detach()
@@ -137,7 +160,7 @@ class TriModel:
     @contextmanager
     def split_prompt(self, prompt_ids: tuple[int, ...]) -> Iterator[TriPrompt]:
         """The prompt of a group whose completions come in parts, under each model that runs (see forward.py)."""
-        with torch.no_grad():
+        with computing_in(self._precision), torch.no_grad():
             old = reference = None
             if self._moved:
                 with self._as_old() as model:
@@ -145,9 +168,11 @@ class TriModel:
             if self._has_reference:
                 with self._as_reference() as model:
                     reference = prompt_state(model, prompt_ids)
-        with split_prompt(self.policy, prompt_ids) as policy:
+        with split_prompt(self._door(self.policy), prompt_ids, computing_in(self._precision)) as policy:
             yield TriPrompt(policy=policy, old=old, reference=reference)
 
 
-def _frozen(model_dir: str) -> Any:
-    return load_model(model_dir).eval().requires_grad_(False)
+def _frozen(model_dir: str, ranks: Ranks) -> Any:
+    model = load_into_host_memory(model_dir).eval().requires_grad_(False)
+    spread_over_team(model, ranks)
+    return model.to(device())

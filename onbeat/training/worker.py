@@ -5,6 +5,9 @@
 
 Weights and moments move in `step` alone, which waits for the saving thread: what is written is one moment's state, and
 no copy of it is made. One part is written at a time. The socket is locked per message.
+
+One of several ranks meets the others first (parallel.py). They carry out the same orders in the same order, each from
+its own socket, and wait for each other in the collectives.
 """
 
 from __future__ import annotations
@@ -19,15 +22,18 @@ import msgspec
 
 from onbeat.checkpoint import Tensor, write_part
 from onbeat.config import Config
-from onbeat.device import prepare_process
-from onbeat.errors import CheckpointError, InputError
+from onbeat.device import prepare_process, synchronize
+from onbeat.errors import CheckpointError, InputError, WorkerError
 from onbeat.functions import raised
+from onbeat.lora import save_model
 from onbeat.messages import (
     Accumulate,
     Accumulated,
     Export,
     Exported,
     Failed,
+    Listening,
+    Meet,
     PartSaved,
     SavePart,
     SnapshotTaken,
@@ -39,15 +45,17 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.training.export import write_model
+from onbeat.training.parallel import ALONE, MeetingPoint, Ranks, join
 from onbeat.training.trainer import PolicyTrainer, model_snapshot
 from onbeat.wire import Channel
 
 
 class TrainerWorker:
-    def __init__(self, channel: Channel[ToTrainer], trainer: PolicyTrainer, model_dir: Path) -> None:
+    def __init__(self, channel: Channel[ToTrainer], trainer: PolicyTrainer, model_dir: Path, rank: int = 0) -> None:
         self._channel = channel
         self._trainer = trainer
         self._model_dir = model_dir
+        self._rank = rank
         self._saving: threading.Thread | None = None
         self._sending = threading.Lock()
 
@@ -58,8 +66,9 @@ class TrainerWorker:
     def _handle(self, message: ToTrainer) -> None:
         began_s = time.monotonic()
         match message:
-            case Accumulate(microbatch=microbatch):
-                self._trainer.accumulate(microbatch)
+            case Accumulate(microbatch=microbatch, num_parts=num_parts):
+                self._trainer.accumulate(microbatch, num_parts)
+                synchronize()
                 self._send(Accumulated(microbatch.index, began_s, time.monotonic()))
             case Step(totals=totals):
                 self._finish_saving()
@@ -67,8 +76,9 @@ class TrainerWorker:
                 self._send(Stepped(report, began_s, time.monotonic()))
             case TakeSnapshot(version=version):
                 fd, num_bytes, digest = self._trainer.snapshot()
-                self._send(SnapshotTaken(version, digest, num_bytes), [fd])
-                os.close(fd)
+                self._send(SnapshotTaken(version, digest, num_bytes), None if fd is None else [fd])
+                if fd is not None:
+                    os.close(fd)
             case SavePart(num_updates=wanted) if wanted != self._trainer.num_updates:
                 self._send(PartSaved(self._trainer.num_updates, None, "the weights have moved"))
             case SavePart(directory=directory):
@@ -79,18 +89,23 @@ class TrainerWorker:
                 self._saving.start()
             case Export(directory=directory):
                 self._send(Exported(self._export(Path(directory))))
+            case Meet():
+                raise AssertionError("it has met the other ranks")
 
     def _save(self, directory: Path, num_updates: int, state: dict[str, Tensor]) -> None:
         try:
-            part = write_part(directory, "rank-0.safetensors", state)
+            part = write_part(directory, f"rank-{self._rank}.safetensors", state)
             self._send(PartSaved(num_updates, part))
         except Exception as error:  # whatever it is, somebody waits for the answer
             problem = str(error) if isinstance(error, CheckpointError) else raised(error)
             self._send(PartSaved(num_updates, None, problem))
 
     def _export(self, directory: Path) -> str | None:
+        model = self._trainer.whole_model()
+        if model is None:
+            return None  # rank 0 writes
         try:
-            write_model(directory, self._model_dir, self._trainer.export)
+            write_model(directory, self._model_dir, lambda hidden: save_model(model, str(self._model_dir), hidden))
         except CheckpointError as error:
             return str(error)
         return None
@@ -110,16 +125,28 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     channel: Channel[ToTrainer] = Channel(sock, ToTrainer)
     try:
         config = Config.model_validate_json(settings.config)
-        prepare_process(config.trainer.threads)
-        trainer = PolicyTrainer(config, settings.model_dir)
+        prepare_process(config.trainer.threads, settings.rank)
+        ranks = _meet(channel, settings, config) if settings.num_ranks > 1 else ALONE
+        trainer = PolicyTrainer(config, settings.model_dir, ranks)
         if settings.checkpoint is not None:
             trainer.restore(Path(settings.checkpoint))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared))
-        TrainerWorker(channel, trainer, Path(settings.model_dir)).run()
+        TrainerWorker(channel, trainer, Path(settings.model_dir), settings.rank).run()
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise
+
+
+def _meet(channel: Channel[ToTrainer], settings: WorkerSettings, config: Config) -> Ranks:
+    """Join the other ranks, where rank 0 listens."""
+    assert settings.num_ranks == config.trainer.ranks, "as many ranks as the recipe says"
+    point = MeetingPoint(settings.host, settings.num_ranks) if settings.rank == 0 else None
+    if point is not None:
+        channel.send(Listening(point.address))
+    if not isinstance(order := channel.recv(), Meet):
+        raise WorkerError(f"{settings.name} was told {type(order).__name__} before it had met the other ranks")
+    return join(settings.rank, config.trainer, settings.host, order.address, point)
 
 
 def publish_model(sock: socket.socket, settings_bytes: bytes) -> None:

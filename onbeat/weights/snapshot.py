@@ -9,6 +9,18 @@ A run publishes again and again, and memory fresh from the kernel costs several 
 against 0.07 s for 538 MB). So a `SnapshotWriter` has two blocks and takes them in turn: a block is written again two
 versions later. A version is read while it is current, and by who joined then; one that is still at it two versions
 later finds that another is current, and begins anew (memory.py).
+
+Of weights that are spread over ranks, each rank writes the pieces that fall to it (`SpreadWriter`):
+
+    rank 0                                        rank on its host            rank on another host
+      makes a block, tells pid, descriptor ──────▶ maps it                     cannot
+      seals it when all have tried                   │                           │
+      writes its pieces                            writes its pieces           sends its pieces, in buckets
+      receives buckets, writes them ◀────────────────┼───────────────────────────┘
+      waits for all ◀────────────────────────────────┘
+      digest
+
+The bytes are those that one rank would write. No rank has more of the weights than its own pieces and a bucket.
 """
 
 from __future__ import annotations
@@ -17,14 +29,18 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import math
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 import xxhash
+
+from onbeat.boxes import Grid, Held, Sharding
 
 _ALIGN = 64
 _LENGTH_BYTES = 8
@@ -42,7 +58,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class _Block:
-    """Sealed memory with the one mapping that can write it."""
+    """Memory that one mapping can write, or those that were made before it was sealed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -50,6 +66,8 @@ class _Block:
         os.ftruncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
         _populate(self.memory, _POPULATE_WRITE)
+
+    def seal(self) -> None:
         seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
@@ -67,16 +85,15 @@ class SnapshotWriter:
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
         """Copy the tensors. Returns (descriptor, size, digest); the caller closes the descriptor."""
-        places, contents, table, start, size = _planned(tensors)
-        block = self._free_block(size)
-        memory = block.memory
-        memory[:_LENGTH_BYTES] = len(table).to_bytes(_LENGTH_BYTES, "little")
-        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(table)] = table
+        contents = [(name, tensor.detach()) for name, tensor in tensors]
+        plan = _Plan((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in contents)
+        block = self._free_block(plan.size)
+        plan.write_table(block.memory)
         for name, tensor in contents:
-            view = _view(memory, places[name], start)
+            view = plan.view(block.memory, name)
             view.copy_(tensor)
             del view
-        return os.dup(block.fd), size, xxhash.xxh3_128_hexdigest(memory)
+        return os.dup(block.fd), plan.size, xxhash.xxh3_128_hexdigest(block.memory)
 
     def _free_block(self, size: int) -> _Block:
         if len(self._blocks) == 2 and self._blocks[0].size == size:
@@ -84,13 +101,185 @@ class SnapshotWriter:
         else:
             if len(self._blocks) == 2:
                 self._blocks.popleft().close()
-            self._blocks.append(_Block(size))
+            block = _Block(size)
+            block.seal()
+            self._blocks.append(block)
         return self._blocks[-1]
 
     def close(self) -> None:
         """From now on nobody at all can change what was written."""
         while self._blocks:
             self._blocks.popleft().close()
+
+
+class Others(Protocol):
+    """The ranks that write a snapshot together. Every call is made by all of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def grid(self) -> Grid: ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """From rank 0."""
+
+    def gathered(self, values: Sequence[float]) -> torch.Tensor:
+        """Everyone's values, [ranks, values]; when everyone has come."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """To rank 0, who receives it."""
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None: ...
+
+
+class Spread(NamedTuple):
+    """A tensor that is spread over ranks, as one of them sees it."""
+
+    name: str
+    local: torch.Tensor
+    sharding: Sharding
+
+
+class _Shared(NamedTuple):
+    """A block as one of the ranks sees it."""
+
+    memory: mmap.mmap | None
+    """None: it is on another host."""
+    block: _Block | None
+    """Rank 0 has it."""
+    far_ranks: tuple[int, ...]
+    """Those that cannot see it."""
+
+    def close(self) -> None:
+        if self.block is not None:
+            self.block.close()
+        elif self.memory is not None:
+            self.memory.close()
+
+
+class SpreadWriter:
+    """Writes version after version, together with other ranks."""
+
+    def __init__(self, others: Others, *, one_host: bool = True) -> None:
+        """`one_host` False: as if every rank were on a host of its own."""
+        self._others = others
+        self._one_host = one_host
+        self._blocks: deque[tuple[int, _Shared]] = deque(maxlen=2)
+        """(size, block); the one to be written next comes first. The sizes are the same on every rank."""
+
+    def write(self, tensors: Sequence[Spread]) -> tuple[int, int, str] | None:
+        """(descriptor, size, digest) on rank 0; the caller closes the descriptor."""
+        plan = _Plan((one.name, one.local.dtype, one.sharding.shape) for one in tensors)
+        shared = self._free_block(plan.size)
+        mine = self._pieces(tensors, self._others.rank)
+        if shared.memory is None:
+            for bucket in _buckets(mine):
+                self._others.send(torch.cat([_as_bytes(one.local[held.local.slices]) for one, held in bucket]))
+        else:
+            for one, held in mine:
+                view = plan.view(shared.memory, one.name)
+                view[held.box.slices].copy_(one.local[held.local.slices])
+                del view
+        for rank in shared.far_ranks if shared.block is not None else ():
+            self._receive(plan, shared, tensors, rank)
+        self._others.gathered([1.0])  # everything is written when everyone has come here
+        if shared.block is None:
+            return None
+        plan.write_table(shared.block.memory)
+        return os.dup(shared.block.fd), plan.size, xxhash.xxh3_128_hexdigest(shared.block.memory)
+
+    def _pieces(self, tensors: Sequence[Spread], rank: int) -> list[tuple[Spread, Held]]:
+        """What falls to a rank, in the order of the tensors."""
+        return [(one, held) for one in tensors for held in one.sharding.owned_by(rank, self._others.grid)]
+
+    def _receive(self, plan: _Plan, shared: _Shared, tensors: Sequence[Spread], rank: int) -> None:
+        assert shared.memory is not None
+        for bucket in _buckets(self._pieces(tensors, rank)):
+            sizes = [held.box.size * one.local.element_size() for one, held in bucket]
+            received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            self._others.receive(received, rank)
+            for (one, held), content in zip(bucket, torch.split(received, sizes), strict=True):
+                view = plan.view(shared.memory, one.name)
+                # A copy: a piece may begin anywhere in the bucket, and numbers of several bytes may not.
+                view[held.box.slices].copy_(content.clone().view(one.local.dtype).view(held.box.shape))
+                del view
+
+    def _free_block(self, size: int) -> _Shared:
+        if len(self._blocks) == 2 and self._blocks[0][0] == size:
+            self._blocks.rotate(-1)
+        else:
+            if len(self._blocks) == 2:
+                self._blocks.popleft()[1].close()
+            self._blocks.append((size, self._shared_block(size)))
+        return self._blocks[-1][1]
+
+    def _shared_block(self, size: int) -> _Shared:
+        """A new block: rank 0 makes it, the others of its host find it by a secret that they are told."""
+        block = _Block(size) if self._others.rank == 0 else None
+        where = torch.zeros(2, dtype=torch.int64, device="cpu")
+        secret = torch.zeros(_SECRET_BYTES, dtype=torch.uint8, device="cpu")
+        if block is not None:
+            where[0], where[1] = os.getpid(), block.fd
+            block.memory[:_SECRET_BYTES] = content = os.urandom(_SECRET_BYTES)
+            secret = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
+        self._others.broadcast(where)
+        self._others.broadcast(secret)
+        if block is not None:
+            memory: mmap.mmap | None = block.memory
+        else:
+            pid, fd = where.tolist()
+            memory = _mapped(pid, fd, size, bytes(secret.tolist())) if self._one_host else None
+        sees = self._others.gathered([float(memory is not None)])[:, 0].tolist()
+        if block is not None:
+            block.memory[:_SECRET_BYTES] = bytes(_SECRET_BYTES)
+            block.seal()
+        return _Shared(memory, block, tuple(rank for rank, does in enumerate(sees) if not does))
+
+    def close(self) -> None:
+        while self._blocks:
+            self._blocks.popleft()[1].close()
+
+
+_SECRET_BYTES = 16
+_BUCKET_BYTES = 64 << 20
+
+
+def _mapped(pid: int, fd: int, size: int, secret: bytes) -> mmap.mmap | None:
+    """Another process's memory, to write; None if it is not on this host."""
+    try:
+        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(mine).st_size != size or os.pread(mine, _SECRET_BYTES, 0) != secret:
+            return None  # a process of the same number
+        memory = mmap.mmap(mine, size)
+    except OSError:
+        return None
+    finally:
+        os.close(mine)
+    _populate(memory, _POPULATE_WRITE)
+    return memory
+
+
+def _buckets(pieces: Sequence[tuple[Spread, Held]]) -> Iterator[list[tuple[Spread, Held]]]:
+    """Of about _BUCKET_BYTES; a larger piece goes alone."""
+    bucket: list[tuple[Spread, Held]] = []
+    room = _BUCKET_BYTES
+    for one, held in pieces:
+        num_bytes = held.box.size * one.local.element_size()
+        if bucket and num_bytes > room:
+            yield bucket
+            bucket, room = [], _BUCKET_BYTES
+        bucket.append((one, held))
+        room -= num_bytes
+    if bucket:
+        yield bucket
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
 
 
 def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
@@ -102,20 +291,26 @@ def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
         writer.close()
 
 
-def _planned(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-) -> tuple[dict[str, _Place], list[tuple[str, torch.Tensor]], bytes, int, int]:
-    """Where each tensor goes; the tensors; the table; where tensors start; the size of it all."""
-    places: dict[str, _Place] = {}
-    contents = [(name, tensor.detach()) for name, tensor in tensors]
-    offset = 0
-    for name, tensor in contents:
-        num_bytes = tensor.numel() * tensor.element_size()
-        places[name] = _Place(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, num_bytes)
-        offset = _aligned(offset + num_bytes)
-    table = msgspec.json.encode(places)
-    start = _aligned(_LENGTH_BYTES + len(table))
-    return places, contents, table, start, max(start + offset, 1)
+class _Plan:
+    """Where each tensor goes, in the order given."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        self.places: dict[str, _Place] = {}
+        offset = 0
+        for name, dtype, shape in tensors:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            self.places[name] = _Place(str(dtype).removeprefix("torch."), shape, offset, num_bytes)
+            offset = _aligned(offset + num_bytes)
+        self._table = msgspec.json.encode(self.places)
+        self._start = _aligned(_LENGTH_BYTES + len(self._table))
+        self.size = max(self._start + offset, 1)
+
+    def write_table(self, memory: mmap.mmap) -> None:
+        memory[:_LENGTH_BYTES] = len(self._table).to_bytes(_LENGTH_BYTES, "little")
+        memory[_LENGTH_BYTES : _LENGTH_BYTES + len(self._table)] = self._table
+
+    def view(self, memory: mmap.mmap, name: str) -> torch.Tensor:
+        return _view(memory, self.places[name], self._start)
 
 
 class Mapped:

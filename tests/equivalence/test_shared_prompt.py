@@ -25,7 +25,8 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from onbeat.batch.layout import Layout, split_group
+from onbeat.batch.layout import Layout
+from onbeat.batch.pack import split_group
 from onbeat.training import head
 from onbeat.training.forward import (
     checkpoint_layers,

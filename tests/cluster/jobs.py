@@ -1,0 +1,161 @@
+"""What the ranks of a test are asked to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+
+from onbeat.batch.pack import num_parts
+from onbeat.checkpoint import write_part
+from onbeat.config import Config
+from onbeat.protocols import UpdateReport
+from onbeat.training.parallel import Ranks
+from onbeat.training.trainer import PolicyTrainer
+from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
+from onbeat.weights.snapshot import Mapped
+
+Packs = Sequence[tuple[TrainGroup, ...]]
+
+
+class Piece(NamedTuple):
+    """What a rank has of a tensor."""
+
+    shape: tuple[int, ...]
+    held: list[Any]
+    local: torch.Tensor
+
+
+class Update(NamedTuple):
+    gradients: dict[str, Piece]
+    """Of the update, divided, before clipping."""
+    report: UpdateReport
+
+
+class Trained(NamedTuple):
+    updates: list[Update]
+    weights: dict[str, Piece]
+    snapshot: bytes | None
+    """Of the weights after all updates; rank 0 has it."""
+    digest: str
+
+
+class Recording(PolicyTrainer):
+    recorded: dict[str, torch.Tensor]
+
+    def _clip(self, gradients: dict[str, torch.Tensor]) -> float:
+        self.recorded = {name: gradient.clone() for name, gradient in gradients.items()}
+        return super()._clip(gradients)
+
+    def pieces(self, tensors: dict[str, torch.Tensor]) -> dict[str, Piece]:
+        rank, grid = self._ranks.rank, self._ranks.grid
+        shardings = {name: each.sharding for name, each in self._parameters.items()}
+        return {n: Piece(shardings[n].shape, shardings[n].held_by(rank, grid), t) for n, t in tensors.items()}
+
+    def weights(self) -> dict[str, Piece]:
+        return self.pieces({name: each.leaf.detach().clone() for name, each in self._parameters.items()})
+
+    def moments(self) -> dict[str, Piece]:
+        found = {}
+        for key in ("exp_avg", "exp_avg_sq"):
+            states = {name: self._optimizer.state[each.leaf][key].clone() for name, each in self._parameters.items()}
+            found |= {f"{key}.{name}": piece for name, piece in self.pieces(states).items()}
+        return found
+
+
+def rounds(packs: Packs, config: Config) -> list[tuple[list[MicroBatch], int]]:
+    """The micro-batches of an update, team by team, as a controller would send them; and the parts of the round."""
+    teams, settings = config.trainer.data_parallel, config.trainer
+    found = []
+    for start in range(0, len(packs), teams):
+        mine = [
+            MicroBatch(period=0, update=0, index=start + team, rank=team, groups=tuple(pack))
+            for team, pack in enumerate([*packs[start : start + teams], *[()] * teams][:teams])
+        ]
+        parts = max(num_parts(microbatch, settings.max_tokens) for microbatch in mine) if settings.shard else 0
+        found.append((mine, parts))
+    return found
+
+
+def totals(packs: Packs) -> UpdateTotals:
+    groups = [group for pack in packs for group in pack]
+    completions = [completion for group in groups for completion in group.completion_ids]
+    return UpdateTotals(
+        num_groups=len(groups), num_sequences=len(completions), num_tokens=sum(map(len, completions))
+    )  # fmt: skip
+
+
+def run_update(trainer: Recording, ranks: Ranks, config: Config, packs: Packs) -> Update:
+    team = ranks.rank // ranks.grid.tensor
+    for microbatches, parts in rounds(packs, config):
+        if microbatches[team].groups or config.trainer.shard:
+            trainer.accumulate(microbatches[team], parts)
+    report = trainer.step(totals(packs))
+    return Update(trainer.pieces(trainer.recorded), report)
+
+
+def train(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs], start: str | None = None) -> Trained:
+    """One period of these updates."""
+    trainer = Recording(config, model_dir, ranks)
+    if start is not None:
+        trainer.restore(Path(start))
+    close(trainer.snapshot())
+    done = [run_update(trainer, ranks, config, packs) for packs in updates]
+    fd, size, digest = trainer.snapshot()
+    content = None
+    if fd is not None:
+        content = os.pread(fd, size, 0)
+        mapped = Mapped(fd, size)
+        assert mapped.digest() == digest
+        mapped.close()
+    return Trained(done, trainer.weights(), content, digest)
+
+
+def close(snapshot: tuple[int | None, int, str]) -> None:
+    if snapshot[0] is not None:
+        os.close(snapshot[0])
+
+
+def train_and_save(
+    ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs], directory: str
+) -> dict[str, Piece]:
+    trainer = Recording(config, model_dir, ranks)
+    for packs in updates:
+        run_update(trainer, ranks, config, packs)
+    write_part(Path(directory), f"rank-{ranks.rank}.safetensors", trainer.state())
+    return trainer.weights() | trainer.moments()
+
+
+def load_and_save(
+    ranks: Ranks, config: Config, model_dir: str, source: str, directory: str
+) -> tuple[int, dict[str, Piece]]:
+    trainer = Recording(config, model_dir, ranks)
+    trainer.restore(Path(source))
+    write_part(Path(directory), f"rank-{ranks.rank}.safetensors", trainer.state())
+    return trainer.num_updates, trainer.weights() | trainer.moments()
+
+
+def whole(pieces: Sequence[dict[str, Piece]]) -> dict[str, torch.Tensor]:
+    """The tensors from what the ranks have of them; whoever has the same must have the same bits."""
+    found = {}
+    for name, first in pieces[0].items():
+        tensor = torch.zeros(first.shape, dtype=first.local.dtype)
+        seen = torch.zeros(first.shape, dtype=torch.bool)
+        for mine in pieces:
+            _, held, local = mine[name]
+            for box, at in held:
+                before, here = tensor[box.slices], local[at.slices]
+                assert torch.equal(before[seen[box.slices]], here[seen[box.slices]]), f"{name} differs between ranks"
+                before.copy_(here)
+                seen[box.slices] = True
+        assert seen.all(), f"nobody has some of {name}"
+        found[name] = tensor
+    return found
+
+
+def with_advantages(group: TrainGroup, advantages: Sequence[float]) -> TrainGroup:
+    return structs.replace(group, advantages=tuple(advantages))
