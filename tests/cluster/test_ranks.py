@@ -18,7 +18,7 @@ from onbeat.recipe import from_tree
 from onbeat.training.parallel import ALONE
 from onbeat.types import TrainGroup
 from tests.cluster import jobs
-from tests.cluster.ranks import RankProcesses
+from tests.cluster.ranks import Pools
 from tests.equivalence.test_shared_prompt import all_in_float64, random_group
 from tests.fakes.models import tiny_model
 
@@ -35,17 +35,10 @@ TWO = [name for name, layout in LAYOUTS.items() if layout["ranks"] == 2]
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[int, RankProcesses]]:
-    started: dict[int, RankProcesses] = {}
-
-    class Started(dict[int, RankProcesses]):
-        def __missing__(self, num_ranks: int) -> RankProcesses:
-            self[num_ranks] = started[num_ranks] = RankProcesses(num_ranks)
-            return self[num_ranks]
-
-    yield Started()
-    for each in started.values():
-        each.close()
+def processes() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,8 +123,40 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", TWO)
 def test_two_ranks_have_the_gradient_of_one_in_float64(
-    processes: dict[int, RankProcesses], model_dirs: dict[str, str], layout: str, setting: str
+    processes: Pools, model_dirs: dict[str, str], layout: str, setting: str
 ) -> None:
     config = make_config(model_dirs["qwen3"], LAYOUTS[layout], **SETTINGS[setting])
     found = processes[2].run(jobs.train, config, model_dirs["qwen3"], UPDATES, float64=True)
     check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
+    processes: Pools, model_dirs: dict[str, str], layout: str, architecture: str
+) -> None:
+    if layout == "tensor" and architecture == "gemma3":
+        pytest.skip("it has one head of keys")
+    config = make_config(model_dirs[architecture], LAYOUTS[layout], trainer={"max_tokens": 40})
+    found = processes[2].run(jobs.train, config, model_dirs[architecture], UPDATES, float64=True)
+    check_equal(found, alone(config, model_dirs[architecture], UPDATES, float64=True), 1e-9)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TWO])
+def test_four_ranks_have_the_gradient_of_one_in_float64(
+    processes: Pools, model_dirs: dict[str, str], layout: str, setting: str
+) -> None:
+    config = make_config(model_dirs["llama"], LAYOUTS[layout], **SETTINGS[setting])
+    found = processes[4].run(jobs.train, config, model_dirs["llama"], UPDATES, float64=True)
+    check_equal(found, alone(config, model_dirs["llama"], UPDATES, float64=True), 1e-9)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_have_the_gradient_of_one_in_float32(
+    processes: Pools, model_dirs: dict[str, str], layout: str
+) -> None:
+    """And publish what one would."""
+    config = make_config(model_dirs["qwen3"], LAYOUTS[layout], trainer={"max_tokens": 40})
+    found = processes[config.trainer.ranks].run(jobs.train, config, model_dirs["qwen3"], UPDATES)
+    check_equal(found, alone(config, model_dirs["qwen3"], UPDATES), 1e-5)
