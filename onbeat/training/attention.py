@@ -19,7 +19,6 @@ the second read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,15 +33,20 @@ ATTENTION = "onbeat_shared"
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True)
 class SharedPrompt:
-    """What the attention of one forward needs to know, and where a prompt's keys and values are kept."""
+    """What the attention of one forward needs to know, and where a prompt's keys and values are kept.
 
-    segments: tuple[Segment, ...]
-    kept: dict[int, KeysValues] = field(default_factory=dict)
-    """By layer; filled by a `prompt_only` forward, read by `completions_only` ones."""
-    keep: bool = False
-    _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    No dataclass: FSDP looks for tensors in those that pass through a layer, and puts copies in their place.
+    """
+
+    def __init__(
+        self, segments: tuple[Segment, ...], kept: dict[int, KeysValues] | None = None, *, keep: bool = False
+    ) -> None:
+        self.segments = segments
+        self.kept = {} if kept is None else kept
+        """By layer; filled by a `prompt_only` forward, read by `completions_only` ones."""
+        self.keep = keep
+        self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None

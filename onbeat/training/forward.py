@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,16 @@ from onbeat.types import TrainGroup
 _ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-@dataclass(slots=True)
 class PromptState:
-    """A split group's prompt under one model: what its completions need of it."""
+    """A split group's prompt under one model: what its completions need of it.
 
-    kept: dict[int, KeysValues]
-    last_hidden: torch.Tensor
-    """[1, H], where the first tokens are predicted."""
+    No dataclass, for the reason that SharedPrompt is none.
+    """
+
+    def __init__(self, kept: dict[int, KeysValues], last_hidden: torch.Tensor) -> None:
+        self.kept = kept
+        self.last_hidden = last_hidden
+        """[1, H], where the first tokens are predicted."""
 
     def leaves(self) -> PromptState:
         """A copy cut off from the graph, which collects gradients."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -252,6 +253,7 @@ class ShardRoot(torch.nn.Module):
 def spread_over_teams(model: Any, ranks: Ranks, settings: TrainerConfig) -> ShardRoot:
     """Cut the rows of what this rank has over the teams (FSDP2): layer by layer, and the rest as one."""
     assert ranks.mesh is not None
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nothing changes it in place
     on_device = device() != HOST
     precision = torch.bfloat16 if settings.precision == "bfloat16" else None
     options: dict[str, Any] = {

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from msgspec import structs
 
 from onbeat.batch.pack import num_parts
 from onbeat.checkpoint import write_part
 from onbeat.config import Config
+from onbeat.lora import save_model
 from onbeat.protocols import UpdateReport
 from onbeat.training.parallel import Ranks
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
-from onbeat.weights.snapshot import Mapped
+from onbeat.weights.snapshot import Mapped, SpreadWriter
 
 Packs = Sequence[tuple[TrainGroup, ...]]
 
@@ -115,6 +115,49 @@ def train(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]
     return Trained(done, trainer.weights(), content, digest)
 
 
+class Published(NamedTuple):
+    weights: dict[str, Piece]
+    near: list[tuple[bytes, str] | None]
+    """Content and digest of three snapshots, one after another; rank 0 has them."""
+    far: list[tuple[bytes, str] | None]
+    far_ranks: tuple[int, ...]
+
+
+def train_and_publish(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]) -> Published:
+    """Through memory that the ranks share, and as if each were on a host of its own."""
+    trainer = Recording(config, model_dir, ranks)
+    for packs in updates:
+        run_update(trainer, ranks, config, packs)
+    near = [content_of(trainer.snapshot()) for _ in range(3)]
+    assert trainer._spread_writer._blocks[-1][1].far_ranks == ()
+    trainer._spread_writer = SpreadWriter(ranks, one_host=False)
+    far = [content_of(trainer.snapshot()) for _ in range(3)]
+    return Published(trainer.weights(), near, far, trainer._spread_writer._blocks[-1][1].far_ranks)
+
+
+def content_of(snapshot: tuple[int | None, int, str]) -> tuple[bytes, str] | None:
+    fd, size, digest = snapshot
+    if fd is None:
+        return None
+    try:
+        return os.pread(fd, size, 0), digest
+    finally:
+        os.close(fd)
+
+
+def train_and_export(
+    ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs], directory: str
+) -> dict[str, Piece]:
+    trainer = Recording(config, model_dir, ranks)
+    for packs in updates:
+        run_update(trainer, ranks, config, packs)
+    model = trainer.whole_model()
+    assert (model is not None) == (ranks.rank == 0)
+    if model is not None:
+        save_model(model, model_dir, Path(directory))
+    return trainer.weights()
+
+
 def close(snapshot: tuple[int | None, int, str]) -> None:
     if snapshot[0] is not None:
         os.close(snapshot[0])
@@ -155,7 +198,3 @@ def whole(pieces: Sequence[dict[str, Piece]]) -> dict[str, torch.Tensor]:
         assert seen.all(), f"nobody has some of {name}"
         found[name] = tensor
     return found
-
-
-def with_advantages(group: TrainGroup, advantages: Sequence[float]) -> TrainGroup:
-    return structs.replace(group, advantages=tuple(advantages))

@@ -35,6 +35,7 @@ class RankProcesses:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.closed = False
         pipes = [_context.Pipe() for _ in range(num_ranks)]
         self._ours = [ours for ours, _ in pipes]
         self._processes = [
@@ -61,7 +62,11 @@ class RankProcesses:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        return [self._answer(rank) for rank in range(self.num_ranks)]
+        try:
+            return [self._answer(rank) for rank in range(self.num_ranks)]
+        except RankFailed:
+            self.close()
+            raise
 
     def _answer(self, rank: int) -> Any:
         if not self._ours[rank].poll(PATIENCE.total_seconds() + 120):
@@ -75,9 +80,26 @@ class RankProcesses:
         return answer
 
     def close(self) -> None:
+        self.closed = True
         for process in self._processes:
             process.kill()
             process.join()
+
+
+class Pools:
+    """As many as are asked for; new ones after a failure."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, RankProcesses] = {}
+
+    def __getitem__(self, num_ranks: int) -> RankProcesses:
+        if num_ranks not in self._started or self._started[num_ranks].closed:
+            self._started[num_ranks] = RankProcesses(num_ranks)
+        return self._started[num_ranks]
+
+    def close(self) -> None:
+        for processes in self._started.values():
+            processes.close()
 
 
 def _serve(rank: int, num_ranks: int, connection: Connection) -> None:
