@@ -1,10 +1,11 @@
-"""A process that outlives a worker by a moment, to end what the worker started. Run as a file; imports little.
+"""A process that outlives a worker by a moment, to end what it started. Run as a file; imports little.
 
     guardian: waits for the worker's end, however it comes (pidfd)
               SIGKILL to every process with the worker's mark in its environment, until there is none
 
 Under the local launcher the fork server does that (forkserver.py), being the ancestor of all. An actor's ancestor is
-Ray, which knows of no grandchildren.
+Ray, which knows of no grandchildren. A controller that started a Ray of its own has one, too: some of Ray's processes
+take half a minute to notice that they are alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +24,10 @@ MARK = "ONBEAT_ACTOR"
 """The environment variable whose value names the actor."""
 
 
-def guard(mark: str) -> None:
-    """Start one for this process."""
-    subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
+def guard(mark: str, *folders: str) -> subprocess.Popen[bytes]:
+    """Start one for this process; in the end it removes the folders."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark, str(os.getpid()), *folders],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -63,6 +65,8 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    for folder in sys.argv[3:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,14 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from onbeat.cluster.guardian import MARK, guard
 from onbeat.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ class Cluster:
         self._address = address
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._folder: str | None = None
+        self._guardian: subprocess.Popen[bytes] | None = None
         self._before: dict[str, str | None] = {}
         self._joined_before = False
         self.node = ""
@@ -133,6 +136,9 @@ class Cluster:
 
     def _start(self, ray: Any) -> None:
         self._folder = tempfile.mkdtemp(prefix="onbeat-ray-")
+        mark = secrets.token_hex(16)
+        self._set_environment({MARK: mark})
+        self._guardian = guard(mark, self._folder)
         ray.init(
             address="local",
             num_cpus=_OWN_CPUS,
@@ -152,7 +158,7 @@ class Cluster:
             ) from None
 
     def _set_environment(self, values: dict[str, str]) -> None:
-        self._before = {name: os.environ.get(name) for name in values}
+        self._before |= {name: os.environ.get(name) for name in values}
         os.environ.update(values)
 
     def close(self) -> None:
@@ -168,6 +174,9 @@ class Cluster:
                 os.environ[name] = value
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._guardian is not None:
+            self._guardian.kill()
+            self._guardian.wait()
 
     def stop_thread(self) -> None:
         self._thread.shutdown(wait=False)
