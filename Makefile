@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .vllm/.installed
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-full bench-learning bench-train bench-generate bench-overlap bench-trl \
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full bench-learning bench-train bench-generate bench-overlap bench-trl bench-publish \
         compare-trl picture clean
 
 setup: $(INSTALLED)
@@ -36,19 +36,23 @@ lint: setup
 
 # Everyday: style, types, imports, and every test that takes seconds.
 test: lint
-	$(BIN)/pytest -m "not integration and not full"
+	$(BIN)/pytest -m "not integration and not full and not cluster"
 
 # Kills, long runs, real processes by the dozen.
 test-integration: setup
-	$(BIN)/pytest -m "integration and not full and not vllm"
+	$(BIN)/pytest -m "integration and not full and not vllm and not cluster"
 
 # A real vLLM server as a generator. WHICH="vllm and not full": what CI runs of it.
 test-vllm: setup vllm-env
 	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "$(or $(WHICH),vllm)"
 
+# Runs on Ray, on one host and on two (network namespaces: as root). WHICH="cluster and not full": what CI runs of it.
+test-cluster: setup
+	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "$(or $(WHICH),cluster)" tests/cluster
+
 # Everything, with the long matrices whose figures the docs quote.
 test-full: setup
-	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "not vllm"
+	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "not vllm and not cluster"
 
 # The recipe's gain in held-out accuracy for five seeds, into docs/learning.json.
 bench-learning: setup
@@ -65,6 +69,10 @@ bench-generate: setup
 # Sync, sync on split cores and periodic, into docs/bench-overlap.json.
 bench-overlap: setup
 	$(BIN)/python benchmarks/overlap.py
+
+# Weights to 1, 2 and 4 generators of a host, beside a plain copy, into docs/bench-publish.json.
+bench-publish: setup
+	$(BIN)/python benchmarks/publish.py
 
 # Whole updates beside TRL's GRPOTrainer, into docs/bench-trl.json.
 bench-trl: setup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 _Positive = Annotated[int, Field(ge=1)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -125,6 +125,16 @@ def _kind_of_count(value: object) -> str:
     return "range" if isinstance(value, dict | CountRange) else "number"
 
 
+def _known_amounts(resources: dict[str, float]) -> dict[str, float]:
+    if not resources or any(amount <= 0 for amount in resources.values()):
+        raise ValueError(f"{resources} asks for nothing, or for less: give amounts over 0, such as {{ CPU = 1 }}")
+    return resources
+
+
+Resources = Annotated[dict[str, float], AfterValidator(_known_amounts)]
+"""By Ray's names: CPU, GPU, NPU, memory (bytes), or what nodes were started with (`ray start --resources`)."""
+
+
 class VllmSection(_Section):
     environment: str = ".vllm"
     """The virtual environment that has vLLM, relative to the working directory; `make vllm-env` makes it."""
@@ -152,6 +162,8 @@ class GeneratorConfig(_Section):
     cache_gib: Annotated[float, Field(gt=0.0)] = 4.0
     """Memory for keys and values per generator. A group reserves what its completions may need at most, and waits if
     that is not free; one that can never fit is refused."""
+    resources: Resources = {"CPU": 1.0}
+    """With the launcher ray: what each generator is given of its host, such as { CPU = 4, GPU = 1 } or { NPU = 1 }."""
     vllm: VllmSection = VllmSection()
 
     @property
@@ -192,6 +204,8 @@ class TrainerConfig(_Section):
     better and makes the trainer wait."""
     max_tokens: _Positive = 4096
     """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
+    resources: Resources = {"CPU": 1.0}
+    """With the launcher ray: what each rank is given of its host."""
 
     @property
     def data_parallel(self) -> int:
@@ -292,8 +306,12 @@ class RewardConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    launcher: Literal["local"] = "local"
-    """Where workers run: processes of this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """Where trainer and generators run: as processes of this machine, or wherever Ray places them (docs/cluster.md)."""
+    address: str = ""
+    """With the launcher ray: the cluster to join, "auto" or HOST:PORT. Empty: a Ray of its own, on this machine."""
+    wait_s: Annotated[float, Field(gt=0.0)] = 300.0
+    """With the launcher ray: for a process to be placed; a cluster that adds nodes by itself may need longer."""
     listen: str = ""
     """HOST:PORT at which workers of other machines may join (`onbeat worker`); needs a token. Port 0: any."""
     token_file: str = ""
@@ -303,6 +321,8 @@ class ClusterConfig(_Section):
     def _guarded(self) -> ClusterConfig:
         if self.listen and not self.token_file:
             raise ValueError(f"cluster.listen = {self.listen!r} needs cluster.token_file: nobody joins without a token")
+        if self.address and self.launcher != "ray":
+            raise ValueError(f'cluster.address = {self.address!r} is for cluster.launcher = "ray"')
         return self
 
 

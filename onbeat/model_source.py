@@ -14,11 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from onbeat.errors import InputError
+from onbeat.errors import InputError, WorkerError
 from onbeat.functions import load_function, raised
 from onbeat.messages import Failed
 from onbeat.protocols import Launcher
 from onbeat.wire import Channel
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+_MAX_FILES_BYTES = 64 << 20
 
 
 class MakeModel(msgspec.Struct, frozen=True):
@@ -84,6 +87,14 @@ def make_model(source: str, directory: Path) -> None:
                 raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def small_files(model_dir: Path) -> dict[str, bytes]:
+    """Everything a model directory holds but the weights."""
+    found = {file.name: file.read_bytes() for pattern in _SMALL_FILES for file in sorted(model_dir.glob(pattern))}
+    if (size := sum(map(len, found.values()))) > _MAX_FILES_BYTES:
+        raise WorkerError(f"the small files of {model_dir} have {size:,} bytes; {_MAX_FILES_BYTES:,} can be sent")
+    return found
 
 
 def main(sock: socket.socket, settings_bytes: bytes) -> None:

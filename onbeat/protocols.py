@@ -7,6 +7,7 @@ Nothing here says where the work is done.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
@@ -195,6 +196,16 @@ class Connection(Protocol[M_co]):
     def close(self) -> None: ...
 
 
+class Courier(Protocol):
+    """Brings weights to one generator on another host by a way of its own (weights/nccl.py, ray_launcher.py)."""
+
+    def sending(self, snapshot: Snapshot) -> AbstractAsyncContextManager[str]:
+        """Inside, the generator is told to stage it from what this gives (messages.Stage.group)."""
+        ...
+
+    def stop(self) -> None: ...
+
+
 class Child(Protocol[M_co]):
     """A worker process, seen from the controller."""
 
@@ -208,6 +219,11 @@ class Child(Protocol[M_co]):
     @property
     def shares_memory(self) -> bool:
         """Whether descriptors reach it."""
+        ...
+
+    @property
+    def courier(self) -> Courier | None:
+        """For weights, where memory is not shared; None: they go over the connection."""
         ...
 
     def kill(self) -> None:
@@ -224,7 +240,7 @@ class Child(Protocol[M_co]):
 
 
 class Launcher(Protocol):
-    """Starts workers somewhere. Local processes now (cluster/local.py), a cluster by the same interface."""
+    """Starts workers somewhere: processes of this machine (cluster/local.py), actors of a cluster (ray_launcher.py)."""
 
     def prepare(self, *, uses_torch: bool) -> None:
         """Workers of this kind will be wanted soon."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.algorithms.catalogue import algorithm_of
-from onbeat.cluster.local import LocalLauncher
+from onbeat.cluster.launcher import open_launcher
 from onbeat.config import Config, DataConfig
 from onbeat.control import Answer
-from onbeat.errors import InputError
+from onbeat.errors import InputError, WorkerError
 from onbeat.inputs import inputs_of
 from onbeat.interrupt import in_thread
 from onbeat.ledger import Ledger
@@ -133,9 +133,7 @@ async def open_session(
     if config.generator.backend == "vllm":
         check_config(config)
     async with AsyncExitStack() as stack:
-        launcher = LocalLauncher(
-            run_dir / "logs", compact=config.trainer.gradient_checkpointing, keep=config.reward.environment
-        )
+        launcher = open_launcher(config, run_dir / "logs", warn)
         stack.push_async_callback(launcher.close)
         launcher.prepare(uses_torch=True)
         # Before the model: mistakes in it show soonest. In a thread: the run can be asked and interrupted meanwhile.
@@ -158,7 +156,11 @@ async def open_session(
         stack.push_async_callback(scorer.close)
 
         async def start_generator(name: str) -> GeneratorProcess:
-            return await GeneratorProcess.start(launcher, config.generator.backend, session.worker_settings(name))
+            generator = await GeneratorProcess.start(launcher, config.generator.backend, session.worker_settings(name))
+            if (reason := reception.why_not_exact_with(generator)) is not None:  # it may be on another host
+                generator.kill()
+                raise WorkerError(f"{name} cannot be used: {reason}")
+            return generator
 
         pool = Pool(trace, warn)
         channel = MemoryChannel(pool)

@@ -4,6 +4,10 @@ A frame is a 4-byte little-endian length and that many bytes of msgpack; a messa
 (weights in a memfd) attaches it to the frame's first byte. Frames over MAX_FRAME_BYTES are refused on both sides,
 so that a peer gone mad costs a message and not the memory of the machine.
 
+Over TCP (a worker on another host) no descriptor passes. What it stands for goes ahead of the message instead, as a
+mark in place of a length, 8 bytes of size, and the bytes; the other side puts them into memory of its own, and has a
+descriptor of that. Only from a peer that was told it may (`Connection.accept_copies`).
+
     controller: Connection (asyncio)              child: Channel (blocking)
       send(): appends to a buffer, never waits      send(): blocks until the kernel took it
       messages(): async iterator until EOF          recv(): the next message; poll(): is there one?
@@ -33,6 +37,8 @@ MAX_FRAME_BYTES = 256 << 20
 _HEADER_BYTES = 4
 _CHUNK_BYTES = 1 << 18
 _MAX_FDS = 8
+_COPY_MARK = 0xFFFFFFFF
+_COPY_SIZE_BYTES = 8
 
 M = TypeVar("M")
 """The union of messages one side receives."""
@@ -68,6 +74,25 @@ def attach(fds: list[int]) -> list[tuple[int, int, array.array[int]]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
 
 
+class _Copy:
+    """Memory that comes over the wire."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.fd = os.memfd_create("onbeat-copy", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, num_bytes)
+        self._left = num_bytes
+        self._written = 0
+
+    def take(self, buffer: bytearray) -> bool:
+        """Move as much of the buffer as belongs to it; whether it is complete."""
+        with memoryview(buffer) as view:
+            taken = os.pwrite(self.fd, view[: self._left], self._written) if self._left and buffer else 0
+        del buffer[:taken]
+        self._left -= taken
+        self._written += taken
+        return self._left == 0
+
+
 class FrameReader(Generic[M]):
     """Bytes in, messages out; keeps the descriptors in the order they came."""
 
@@ -76,6 +101,15 @@ class FrameReader(Generic[M]):
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
+        self._copy: _Copy | None = None
+        self.accepts_copies = False
+
+    @property
+    def missing(self) -> int:
+        """So many bytes more, at most, belong to the next message."""
+        if len(self._buffer) < _HEADER_BYTES:
+            return _HEADER_BYTES - len(self._buffer)
+        return _HEADER_BYTES + int.from_bytes(self._buffer[:_HEADER_BYTES], "little") - len(self._buffer)
 
     def expect(self, expected: object, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder, self._max_bytes = msgspec.msgpack.Decoder(expected), max_bytes
@@ -86,9 +120,13 @@ class FrameReader(Generic[M]):
 
     def next(self) -> M | None:
         """The next whole message, if there is one."""
-        if len(self._buffer) < _HEADER_BYTES:
+        while self._takes_copy():
+            pass
+        if self._copy is not None or len(self._buffer) < _HEADER_BYTES:
             return None
         size = int.from_bytes(self._buffer[:_HEADER_BYTES], "little")
+        if size == _COPY_MARK and self.accepts_copies:
+            return None  # its size is on the way
         if size > self._max_bytes:
             raise WireError(f"a frame claims {size:,} bytes; the limit is {self._max_bytes:,}")
         end = _HEADER_BYTES + size
@@ -101,6 +139,22 @@ class FrameReader(Generic[M]):
         except msgspec.DecodeError as error:
             raise WireError(f"a frame of {size:,} bytes is no message of ours: {error}") from error
 
+    def _takes_copy(self) -> bool:
+        """Whether something came to its end: the head of a copy, or all of it."""
+        if self._copy is not None:
+            if not self._copy.take(self._buffer):
+                return False
+            self._fds.append(self._copy.fd)
+            self._copy = None
+            return True
+        head = _HEADER_BYTES + _COPY_SIZE_BYTES
+        marked = int.from_bytes(self._buffer[:_HEADER_BYTES], "little") == _COPY_MARK
+        if not (self.accepts_copies and marked and len(self._buffer) >= head):
+            return False
+        self._copy = _Copy(int.from_bytes(self._buffer[_HEADER_BYTES:head], "little"))
+        del self._buffer[:head]
+        return True
+
     def take_fd(self) -> int:
         """The descriptor that belongs to the message just read; the caller closes it."""
         if not self._fds:
@@ -108,6 +162,9 @@ class FrameReader(Generic[M]):
         return self._fds.popleft()
 
     def close(self) -> None:
+        if self._copy is not None:
+            os.close(self._copy.fd)
+            self._copy = None
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -130,6 +187,10 @@ class Connection(Generic[M]):
     def expect(self, expected: object) -> None:
         """From the next message on, the peer speaks of other things."""
         self._reader.expect(expected)
+
+    def accept_copies(self) -> None:
+        """The peer is a worker of ours on another host: what it has no descriptor for, it may send whole."""
+        self._reader.accepts_copies = True
 
     async def drained(self) -> None:
         """Until the kernel has taken everything that was sent, or the peer is gone."""
@@ -224,9 +285,20 @@ class Channel(Generic[M]):
 
     def send(self, message: msgspec.Struct, fds: list[int] | None = None) -> None:
         data = memoryview(frame(message))
+        if fds and self._sock.family != socket.AF_UNIX:
+            for fd in fds:
+                self._send_copy(fd)
+            fds = None
         sent = self._sock.sendmsg([data], attach(fds or []))
         if sent < len(data):
             self._sock.sendall(data[sent:])
+
+    def _send_copy(self, fd: int) -> None:
+        size, offset = os.fstat(fd).st_size, 0
+        header = _COPY_MARK.to_bytes(_HEADER_BYTES, "little") + size.to_bytes(_COPY_SIZE_BYTES, "little")
+        self._sock.sendall(header)
+        while offset < size:
+            offset += os.sendfile(self._sock.fileno(), fd, offset, size - offset)
 
     def recv(self) -> M | None:
         """The next message; None when the controller is gone."""

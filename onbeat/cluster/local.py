@@ -45,6 +45,10 @@ class LocalChild(Generic[M]):
     def shares_memory(self) -> bool:
         return True
 
+    @property
+    def courier(self) -> None:
+        return None
+
     def kill(self) -> None:
         self._server.send(Kill(self.pid))
 

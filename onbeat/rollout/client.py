@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol, TypeVar
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from onbeat.messages import (
     WeightBytes,
     WorkerSettings,
 )
-from onbeat.protocols import Child, GeneratorEvents, Launcher, Snapshot
+from onbeat.protocols import Child, Courier, GeneratorEvents, Launcher, Snapshot
 from onbeat.types import GroupKey, GroupRequest
 
 ENTRIES = {"embedded": "onbeat.rollout.worker:main", "vllm": "onbeat.rollout.vllm.worker:main"}
@@ -42,14 +42,6 @@ END_S = 30.0
 POUR_BYTES = 1 << 20
 """At a time."""
 R = TypeVar("R", bound=Staged | Activated)
-
-
-class Courier(Protocol):
-    """Brings weights to one generator on another machine by a way of its own (weights/nccl.py)."""
-
-    def sending(self, snapshot: Snapshot) -> AbstractAsyncContextManager[str]: ...
-
-    def stop(self) -> None: ...
 
 
 class GeneratorProcess:
@@ -65,7 +57,7 @@ class GeneratorProcess:
         self._expected: tuple[object, int] | None = None
         self._answer: asyncio.Future[Staged | Activated] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self.courier: Courier | None = None
+        self.courier: Courier | None = child.courier
         """For weights that go another way than over the connection."""
 
     @classmethod

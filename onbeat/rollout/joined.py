@@ -17,13 +17,12 @@ from typing import Any
 from onbeat.control import Join, Request
 from onbeat.errors import OnbeatError, WorkerError
 from onbeat.messages import FromGenerator, Refused, Welcome, WorkerSettings
-from onbeat.rollout.client import Courier, GeneratorProcess
+from onbeat.model_source import small_files
+from onbeat.protocols import Courier
+from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.crew import Crew
 from onbeat.rollout.pool import Pool
 from onbeat.wire import Connection
-
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-_MAX_FILES_BYTES = 64 << 20
 
 
 class JoinedChild:
@@ -32,6 +31,7 @@ class JoinedChild:
         self.pid = join.pid
         self.connection = connection
         self.shares_memory = local
+        self.courier: Courier | None = None
 
     def kill(self) -> None:
         self.connection.close()
@@ -98,11 +98,16 @@ class Reception:
     def _why_not(self, generator: GeneratorProcess, child: JoinedChild) -> str | None:
         if self._only_local and not child.shares_memory:
             return "with lora.rank, what is published is the adapter alone: only workers of this machine can join"
+        return self.why_not_exact_with(generator)
+
+    def why_not_exact_with(self, generator: GeneratorProcess) -> str | None:
+        """Of a generator from anywhere; the first of all is what the others are compared with."""
         if generator.repeatable and self._arithmetic() not in (None, generator.arithmetic):
             return (
                 "its processor or its build of torch computes other bits than the run's generators do, so the run "
                 "would not be exact any more"
             )
+        self._known = self._known or generator.arithmetic
         return None
 
     def _arithmetic(self) -> str | None:
@@ -120,11 +125,3 @@ class Reception:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def small_files(model_dir: Path) -> dict[str, bytes]:
-    """Everything a model directory holds but the weights."""
-    found = {file.name: file.read_bytes() for pattern in _SMALL_FILES for file in sorted(model_dir.glob(pattern))}
-    if (size := sum(map(len, found.values()))) > _MAX_FILES_BYTES:
-        raise WorkerError(f"the small files of {model_dir} have {size:,} bytes; {_MAX_FILES_BYTES:,} can be sent")
-    return found

@@ -45,7 +45,7 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.rollout.arithmetic import fingerprint
-from onbeat.rollout.arriving import Arriving
+from onbeat.rollout.arriving import DELIVERED, Arriving, delivered
 from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Mapped
@@ -136,14 +136,16 @@ class GeneratorWorker:
             case Cancel(key=key):
                 self._engine.cancel(key)
             case Stage(version=version, num_bytes=num_bytes, attached=True):
-                self._stage(version, self._channel.take_fd(), num_bytes)
+                self._stage(version, Mapped(self._channel.take_fd(), num_bytes))
+            case Stage(version=version, group=str(group)) if group == DELIVERED:
+                self._stage(version, Mapped.over(delivered(version)))
             case Stage(version=version, num_bytes=num_bytes):
                 self._arriving = Arriving(version, num_bytes)
             case WeightBytes(data=data):
                 arriving = self._arriving
                 if arriving is not None and arriving.take(data):
                     self._arriving = None
-                    self._stage(arriving.version, arriving.fd, arriving.num_bytes)
+                    self._stage(arriving.version, Mapped(arriving.fd, arriving.num_bytes))
             case ShareCores(num_generators=num_generators, trainer_works=trainer_works):
                 self._num_generators, self._trainer_works = num_generators, trainer_works
                 self._share_cores()
@@ -153,11 +155,11 @@ class GeneratorWorker:
                 self._activate(version)
                 self._channel.send(Activated(version, self._row_variance))
 
-    def _stage(self, version: int, fd: int, num_bytes: int) -> None:
+    def _stage(self, version: int, mapped: Mapped) -> None:
         if self._staged is not None:  # another version came before this one was used
             self._staged[1].close()
-        self._staged = (version, Mapped(fd, num_bytes))
-        self._channel.send(Staged(version, self._staged[1].digest()))
+        self._staged = (version, mapped)
+        self._channel.send(Staged(version, mapped.digest()))
 
     def _share_cores(self) -> None:
         if self._may_change_threads:

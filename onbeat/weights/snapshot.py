@@ -32,6 +32,7 @@ import hashlib
 import math
 import mmap
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -318,9 +319,18 @@ class Mapped:
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         # A private mapping: torch wants writable memory, the seal forbids shared writing; nobody writes.
-        self._memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(fd)
-        _populate(self._memory, _POPULATE_READ)
+        _populate(memory, _POPULATE_READ)
+        self._memory: mmap.mmap | memoryview = memory
+
+    @classmethod
+    def over(cls, memory: memoryview) -> Mapped:
+        """A snapshot that is in memory already; nobody writes to it."""
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch: it need not be
+        mapped = cls.__new__(cls)
+        mapped._memory = memory
+        return mapped
 
     def digest(self) -> str:
         return xxhash.xxh3_128_hexdigest(self._memory)
@@ -369,7 +379,10 @@ class Mapped:
 
     def close(self) -> None:
         with contextlib.suppress(BufferError):  # a traceback may hold a view still: its end frees the memory
-            self._memory.close()
+            if isinstance(self._memory, memoryview):
+                self._memory.release()
+            else:
+                self._memory.close()
 
 
 def _populate(memory: mmap.mmap, how: int) -> None:
@@ -384,7 +397,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
 
 
-def _view(memory: mmap.mmap, place: _Place, start: int) -> torch.Tensor:
+def _view(memory: mmap.mmap | memoryview, place: _Place, start: int) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, place.dtype)
     count = place.num_bytes // dtype.itemsize
     if count == 0:

@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -94,6 +95,8 @@ class Faults:
 
     def fire(self) -> None:
         assert self._mine is not None
+        if not self._mine.file.with_suffix(".fired").exists():
+            print(f"fault: {self._mine.kind} in {self._worker}", file=sys.stderr, flush=True)
         self._mine.file.with_suffix(".who").write_text(self._worker)
         self._mine.file.with_suffix(".fired").write_text(self._mine.file.read_text())
 

@@ -33,7 +33,8 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 class RunProcess:
-    def __init__(self, run_dir: Path, recipe: str = RECIPE, **overrides: Any) -> None:
+    def __init__(self, run_dir: Path, recipe: str = RECIPE, prefix: tuple[str, ...] = (), **overrides: Any) -> None:
+        """`prefix`: before the command, to run it elsewhere."""
         self.run_dir = run_dir
         self._num_periods = 0
         """That it has told of, as far as it was read."""
@@ -42,7 +43,7 @@ class RunProcess:
         flags = [text for key, value in {**SMALL, **keys}.items() for text in (f"--{key}", str(value))]
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "onbeat.cli", "train", recipe, "--run.dir", str(run_dir), *flags],
+            [*prefix, sys.executable, "-m", "onbeat.cli", "train", recipe, "--run.dir", str(run_dir), *flags],
             env={**os.environ, name: value, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

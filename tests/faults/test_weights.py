@@ -59,6 +59,7 @@ class SocketChild:
         self._thread.start()
 
     shares_memory = True
+    courier = None
 
     def kill(self) -> None: ...
 

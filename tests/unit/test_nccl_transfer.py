@@ -81,7 +81,7 @@ class Played:
 
     def __init__(self, name: str, receives: object, plays: Any) -> None:
         ours, theirs = socket.socketpair()
-        self.name, self.pid, self.shares_memory = name, 0, False
+        self.name, self.pid, self.shares_memory, self.courier = name, 0, False, None
         self.connection: Connection[Any] = Connection(ours, receives)
         self.killed = False
         self._theirs = theirs
