@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_other_ranks_from_the_same_weights(tmp_path: Path) ->
 def test_the_death_of_a_rank_ends_the_run_with_its_name_and_it_can_be_resumed(tmp_path: Path) -> None:
     undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=8, trainer__ranks=2, trainer__shard=True)
     run = RunProcess(
-        tmp_path / "run", schedule__periods=8, trainer__ranks=2, trainer__shard=True, checkpoint__every=1
+        tmp_path / "run", schedule__periods=8, trainer__ranks=2, trainer__shard="true", checkpoint__every=1
     )  # fmt: skip
     run.wait_for_period(3)
     os.kill(run.pid_of("trainer-1"), signal.SIGKILL)
