@@ -26,7 +26,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.cluster.jobs"])
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """With the traceback of the rank."""
 
 
@@ -64,19 +64,19 @@ class RankProcesses:
     def _answers(self) -> list[Any]:
         try:
             return [self._answer(rank) for rank in range(self.num_ranks)]
-        except RankFailed:
+        except RankError:
             self.close()
             raise
 
     def _answer(self, rank: int) -> Any:
         if not self._ours[rank].poll(PATIENCE.total_seconds() + 120):
-            raise RankFailed(f"rank {rank} does not answer")
+            raise RankError(f"rank {rank} does not answer")
         try:
             problem, answer = self._ours[rank].recv()
         except EOFError:
-            raise RankFailed(f"rank {rank} died") from None
+            raise RankError(f"rank {rank} died") from None
         if problem:
-            raise RankFailed(f"rank {rank}: {problem}")
+            raise RankError(f"rank {rank}: {problem}")
         return answer
 
     def close(self) -> None:
