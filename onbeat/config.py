@@ -212,20 +212,23 @@ class TrainerConfig(_Section):
         """So many micro-batches are computed at a time."""
         return self.ranks // self.tensor_parallel
 
+    @property
+    def shards(self) -> bool:
+        """Whether there are ranks to spread the weights over."""
+        return self.shard and self.data_parallel > 1
+
     @model_validator(mode="after")
     def _layout(self) -> TrainerConfig:
         if self.ranks % self.tensor_parallel:
             raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel} does not divide ranks = {self.ranks}: a micro-batch takes "
-                f"{self.tensor_parallel} of them"
+                f"trainer.tensor_parallel = {self.tensor_parallel} does not divide trainer.ranks = {self.ranks}: a "
+                f"micro-batch takes {self.tensor_parallel} of them"
             )
-        if self.shard and self.data_parallel == 1:
+        if self.offload and not self.shards:
             raise ValueError(
-                f"shard = true spreads the weights over {self.ranks} / {self.tensor_parallel} = 1 rank: set ranks to "
-                f"{2 * self.tensor_parallel} or more, or shard = false"
+                f"trainer.offload = true needs trainer.shard = true, and trainer.ranks (now {self.ranks}) of at least "
+                f"{2 * self.tensor_parallel} to spread the weights over"
             )
-        if self.offload and not self.shard:
-            raise ValueError("offload = true needs shard = true: only weights that are spread over ranks are offloaded")
         return self
 
 

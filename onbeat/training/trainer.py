@@ -110,7 +110,7 @@ class PolicyTrainer:
         elif groups:
             layout = self._models.layout(groups)
             self._backward(layout, self._models.logprobs(layout))
-        elif self._settings.shard:
+        elif self._settings.shards:
             layout = self._models.layout((_NOTHING,))
             self._backward(layout, self._models.logprobs(layout), counts=False)
 
@@ -207,7 +207,7 @@ class PolicyTrainer:
             )
             gradients[name] = leaf.grad
         self._ranks.sum_over_team([gradients[name] for name in gradients if name in self._models.partial])
-        if not self._settings.shard:
+        if not self._settings.shards:
             self._ranks.sum_over_teams(list(gradients.values()))
         return gradients
 

@@ -87,11 +87,11 @@ class TriModel:
         if self.why_not_shared is None:
             for model in models:
                 share_prompts(model)
-        self.shardings = shardings(self.policy, over_teams=settings.shard)
+        self.shardings = shardings(self.policy, over_teams=settings.shards)
         """How what is trained is spread over the ranks."""
         self._doors = {id(model): model for model in models}
         """Through which each is called."""
-        if settings.shard:
+        if settings.shards:
             self._doors = {id(model): spread_over_teams(model, ranks, settings) for model in models}
         check(trained_parameters(self.policy), self.shardings, ranks)
         self._old_values = values(self.policy) if needs_old and self._has_adapter else None

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from onbeat.checkpoint import Tensor, write_part
-from onbeat.config import Config
+from onbeat.config import Config, TrainerConfig
 from onbeat.device import prepare_process, synchronize
 from onbeat.errors import CheckpointError, InputError, WorkerError
 from onbeat.functions import raised
@@ -124,7 +124,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
     settings = msgspec.msgpack.decode(settings_bytes, type=WorkerSettings)
     channel: Channel[ToTrainer] = Channel(sock, ToTrainer)
     try:
-        config = Config.model_validate_json(settings.config)
+        config = _with_ranks(Config.model_validate_json(settings.config), settings.num_ranks)
         prepare_process(config.trainer.threads, settings.rank)
         ranks = _meet(channel, settings, config) if settings.num_ranks > 1 else ALONE
         trainer = PolicyTrainer(config, settings.model_dir, ranks)
@@ -138,9 +138,14 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         raise
 
 
+def _with_ranks(config: Config, num_ranks: int) -> Config:
+    """A run may go on with another number of ranks than its recipe says."""
+    trainer = TrainerConfig.model_validate({**config.trainer.model_dump(), "ranks": num_ranks})
+    return config.model_copy(update={"trainer": trainer})
+
+
 def _meet(channel: Channel[ToTrainer], settings: WorkerSettings, config: Config) -> Ranks:
     """Join the other ranks, where rank 0 listens."""
-    assert settings.num_ranks == config.trainer.ranks, "as many ranks as the recipe says"
     point = MeetingPoint(settings.host, settings.num_ranks) if settings.rank == 0 else None
     if point is not None:
         channel.send(Listening(point.address))

@@ -76,7 +76,7 @@ def rounds(packs: Packs, config: Config) -> list[tuple[list[MicroBatch], int]]:
             MicroBatch(period=0, update=0, index=start + team, rank=team, groups=tuple(pack))
             for team, pack in enumerate([*packs[start : start + teams], *[()] * teams][:teams])
         ]
-        parts = max(num_parts(microbatch, settings.max_tokens) for microbatch in mine) if settings.shard else 0
+        parts = max(num_parts(microbatch, settings.max_tokens) for microbatch in mine) if settings.shards else 0
         found.append((mine, parts))
     return found
 
@@ -92,7 +92,7 @@ def totals(packs: Packs) -> UpdateTotals:
 def run_update(trainer: Recording, ranks: Ranks, config: Config, packs: Packs) -> Update:
     team = ranks.rank // ranks.grid.tensor
     for microbatches, parts in rounds(packs, config):
-        if microbatches[team].groups or config.trainer.shard:
+        if microbatches[team].groups or config.trainer.shards:
             trainer.accumulate(microbatches[team], parts)
     report = trainer.step(totals(packs))
     return Update(trainer.pieces(trainer.recorded), report)
@@ -180,6 +180,22 @@ def load_and_save(
     trainer.restore(Path(source))
     write_part(Path(directory), f"rank-{ranks.rank}.safetensors", trainer.state())
     return trainer.num_updates, trainer.weights() | trainer.moments()
+
+
+def state_during_reference(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]) -> bool:
+    """Whether a state that was taken before is the same during it."""
+    trainer = Recording(config, model_dir, ranks)
+    for packs in updates:
+        run_update(trainer, ranks, config, packs)
+    state = trainer.state()
+    before = {name: bytes(tensor.data) for name, tensor in state.items()}
+    weights = {name: each.leaf.detach().clone() for name, each in trainer._parameters.items()}
+    with trainer._models._as_reference():
+        exchanged = {name: each.leaf for name, each in trainer._parameters.items() if "lora_B" in name}
+        assert all(not value.any() for value in exchanged.values())
+        same = all(bytes(tensor.data) == before[name] for name, tensor in state.items())
+    assert all(torch.equal(each.leaf, weights[name]) for name, each in trainer._parameters.items())
+    return same
 
 
 def whole(pieces: Sequence[dict[str, Piece]]) -> dict[str, torch.Tensor]:

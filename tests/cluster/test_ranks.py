@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from transformers import CohereConfig, CohereForCausalLM
 
 from onbeat import device
 from onbeat.config import Config
@@ -59,6 +60,16 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     directory = tmp_path_factory.mktemp("models")
     for architecture in ("llama", "qwen3", "mistral", "gemma3", "phi3", "qwen2", "qwen3_moe"):
         tiny_model(architecture).save_pretrained(directory / architecture)
+    tied = copy.deepcopy(tiny_model("llama"))
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    tied.save_pretrained(directory / "tied")
+    torch.manual_seed(0)
+    scaled = CohereConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, logit_scale=0.25, initializer_range=0.2,
+    )  # fmt: skip
+    CohereForCausalLM(scaled).save_pretrained(directory / "cohere")
     return {path.name: str(path) for path in directory.iterdir()}
 
 
@@ -138,11 +149,12 @@ def test_two_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere"])
 @pytest.mark.parametrize("layout", TWO)
 def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
     processes: Pools, model_dirs: dict[str, str], layout: str, architecture: str
 ) -> None:
+    """One has a weight for embedding and head, one cannot share prompts."""
     if layout == "tensor" and architecture == "gemma3":
         pytest.skip("it has one head of keys")
     config = make_config(model_dirs[architecture], LAYOUTS[layout], trainer={"max_tokens": 40})
@@ -211,6 +223,16 @@ def test_a_checkpoint_loads_on_another_number_of_ranks_bit_for_bit(
     assert (tmp_path / "e" / "rank-0.safetensors").read_bytes() == (tmp_path / "b" / "rank-0.safetensors").read_bytes()
     sizes = [(tmp_path / "d" / f"rank-{rank}.safetensors").stat().st_size for rank in range(4)]
     assert max(sizes) < 0.6 * (tmp_path / "b" / "rank-0.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("layout", ["sharded", "tensor", "tensor and sharded"])
+def test_a_state_taken_stays_what_it_was_while_the_reference_computes(
+    processes: Pools, model_dirs: dict[str, str], layout: str
+) -> None:
+    """It is written in the background, from where it lies; the reference of an adapted model is the policy with other
+    values for a moment."""
+    config = make_config(model_dirs["llama"], LAYOUTS[layout], **SETTINGS["lora"])
+    assert all(processes[config.trainer.ranks].run(jobs.state_during_reference, config, model_dirs["llama"], UPDATES))
 
 
 def assert_same(found: list[tuple[int, dict[str, jobs.Piece]]], expected: dict[str, torch.Tensor]) -> None:
