@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onbeat.cluster.guardian import MARK, guard
+from onbeat.cluster.guardian import MARK, ONLY_MARKED, guard
 from onbeat.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def _own_environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": _own_token(),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # whatever it is called: stay on loopback
+        "RAY_worker_niceness": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_enable_worker_prestart": "0",
     }
@@ -138,7 +139,7 @@ class Cluster:
         self._folder = tempfile.mkdtemp(prefix="onbeat-ray-")
         mark = secrets.token_hex(16)
         self._set_environment({MARK: mark})
-        self._guardian = guard(mark, self._folder)
+        self._guardian = guard(mark, ONLY_MARKED, (self._folder,))
         ray.init(
             address="local",
             num_cpus=_OWN_CPUS,

@@ -246,7 +246,8 @@ class RayLauncher:
     async def _start(self, name: str, group: PlacementGroup, index: int, asked: Resources) -> Any:
         """Its arrival, the actor, and what tells its end."""
         invitation = self._meeting.invite(name, str((self._log_dir / f"{name}.log").absolute()))
-        environment = self._environment | {MARK: invitation.ticket}
+        above = os.environ.get(MARK)  # of a Ray of our own: its guardian ends its actors, too
+        environment = self._environment | {MARK: f"{above}.{invitation.ticket}" if above else invitation.ticket}
         arriving = asyncio.create_task(self._meeting.expect(invitation))
         actor = await self._cluster.call(self._cluster.start_actor, group, index, asked, environment)
         self._actors.add(actor)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from onbeat.errors import WorkerError
 from tests.cluster.hosts import LOOPBACK_ENVIRONMENT, RAY_ENVIRONMENT, RayNode
 from tests.fakes.processes import RunProcess
 from tests.fakes.runs import RECIPE, SMALL, run_digests, train_digests
-from tests.integration.test_elastic_run import faulty, listeners, records, scale, worker
+from tests.integration.test_elastic_run import TOLD, faulty, listeners, records, scale, worker
 
 pytestmark = pytest.mark.cluster
 RAY = {"cluster__launcher": "ray"}
@@ -81,13 +80,11 @@ def test_actors_killed_in_a_period_cost_nothing_and_their_last_words_are_told(
     undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=periods)
     kinds = ["decode 3", "load 2", "reply 4", "prefill 2"]
     faults = [kinds[number % len(kinds)] for number in range(count)]
-    told: list[str] = []
-    monkeypatch.setattr(warnings, "warn", lambda sentence, **more: told.append(str(sentence)))
     keys = {"schedule__periods": periods, "cluster__address": cluster, **RAY}
     assert faulty(tmp_path / "run", faults, monkeypatch, **keys) == faults
     assert run_digests(tmp_path / "run") == undisturbed
     assert records(tmp_path / "run")[-1]["num_lost_generators"] == count
-    deaths = [sentence for sentence in told if "died (status -9)" in sentence]
+    deaths = [sentence for sentence in TOLD[tmp_path / "run"] if "died (status -9)" in sentence]
     assert len(deaths) == count
     assert all("The end of its log:" in death and "fault: " in death for death in deaths), deaths
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import msgspec
 import pytest
 
 from onbeat.cluster import meeting as meetings
-from onbeat.cluster.guardian import MARK
+from onbeat.cluster.guardian import MARK, began, descendants, end
 from onbeat.cluster.meeting import Arrival, Arrived, Invitation, Meeting, Work, meet, receive_work
 from onbeat.cluster.ray_cluster import Node, fits, what_there_is, written
 from onbeat.errors import WireError, WorkerError
@@ -196,29 +195,46 @@ def test_memory_from_a_peer_that_may_not_send_it_is_refused() -> None:
     os.close(fd)
 
 
-def test_what_a_killed_worker_started_does_not_outlive_it() -> None:
-    """A worker whose child started one of its own, in another session, that ignores every signal it can."""
-    grandchild = (
-        "import os, signal, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        "print(os.getpid(), flush=True); time.sleep(600)"
-    )
-    worker = (
-        "import os, subprocess, sys; from onbeat.cluster.guardian import guard, MARK; guard(os.environ[MARK]);"
-        f"subprocess.Popen([sys.executable, '-c', {grandchild!r}]).wait()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", worker],
-        env={**os.environ, MARK: "a mark of this test"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+GRANDCHILD = (
+    "import os, signal, time; os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "print(os.getpid(), flush=True); time.sleep(600)"
+)
+"""In a session of its own, and ignores what it can."""
+CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {GRANDCHILD!r}]).wait()"
+
+
+def start_family(worker: str, environment: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
+    """The worker, and a handle of its grandchild."""
+    command = [sys.executable, "-c", f"{worker}; {CHILD}"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    handle = os.pidfd_open(int(process.stdout.readline()))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert select.select([handle], [], [], 30)[0], "it lives"
+    with process.stdout:
+        return process, os.pidfd_open(int(process.stdout.readline()))
+
+
+def is_gone(handle: int) -> bool:
+    gone = bool(select.select([handle], [], [], 60)[0])
     os.close(handle)
-    process.stdout.close()
+    return gone
+
+
+def test_what_a_killed_worker_started_does_not_outlive_it() -> None:
+    mark = f"a mark of {os.getpid()}"
+    worker = f"from onbeat.cluster.guardian import guard; guard({mark!r})"
+    process, grandchild = start_family(worker, {**os.environ, MARK: f"{mark}.and-more"})
+    process.kill()
+    process.wait()
+    assert is_gone(grandchild)
+
+
+def test_who_has_lost_its_mark_is_known_by_its_descent() -> None:
+    process, grandchild = start_family("pass", dict(os.environ))
+    known = descendants({process.pid})
+    assert len(known) == 1
+    process.kill()
+    process.wait()
+    end({(pid, began(pid)) for pid in known}, "nobody has this mark")
+    assert is_gone(grandchild)
 
 
 def test_what_is_asked_and_what_there_is_are_told_as_in_a_recipe() -> None:

@@ -48,11 +48,14 @@ def faulty(run_dir: Path, faults: list[str], monkeypatch: pytest.MonkeyPatch, **
         warnings.showwarning = lambda message, *place, **more: told.append((str(message), time.time()))
         onbeat.train(RECIPE, overrides={**SMALL, "generator.count": GENERATORS, "run.dir": str(run_dir), **keys})
     DETECTED[run_dir] = detection_times(fired_when(directory), told)
+    TOLD[run_dir] = [sentence for sentence, _ in told]
     return fired(directory)
 
 
 DETECTED: dict[Path, list[float]] = {}
 """Seconds from each fault to the run's noticing it, of runs so far."""
+TOLD: dict[Path, list[str]] = {}
+"""What they warned of."""
 
 
 def detection_times(fired_at: dict[str, float], told: list[tuple[str, float]]) -> list[float]:

@@ -1,0 +1,107 @@
+"""Publishing on one host: a version of SmolLM2-135M from the trainer to 1, 2 and 4 generators, beside a plain copy.
+
+    make bench-publish
+
+A publish is all of it: the trainer writes its weights into the shared block, every generator verifies them (stage) and
+takes them (activate), with real processes and nobody else at work. The plain copy is of the same number of bytes, from
+memory to memory that has been touched before, by one thread. The first two publishes of a run are not counted: blocks
+are made, generators are probed. Writes docs/bench-publish.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from harness import ROOT, code, machine, smollm2, summary
+
+from onbeat.protocols import no_trace
+from onbeat.recipe import load
+from onbeat.session import open_session
+from onbeat.training.client import TrainerClient
+
+COUNTS = (1, 2, 4)
+REPEATS = 7
+NOT_COUNTED = 2
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--repeats", type=int, default=REPEATS)
+    repeats = flags.parse_args().repeats
+    results = []
+    for count in COUNTS:
+        num_bytes, runs = asyncio.run(publish(count, repeats))
+        copies = plain_copies(num_bytes, repeats)
+        results.append({"generators": count, "num_bytes": num_bytes, "publish_s": runs, "copy_s": copies})
+        print(f"{count} generators: {summary(totals(runs))} s; a plain copy {summary(copies)} s", flush=True)
+    report(results)
+    found = {"machine": machine(), "code": code(), "results": results}
+    (ROOT / "docs" / "bench-publish.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def totals(runs: list[dict[str, float]]) -> list[float]:
+    return [sum(run.values()) for run in runs]
+
+
+def report(results: list[dict[str, Any]]) -> None:
+    by_count = [median(totals(result["publish_s"])) for result in results]
+    copy_s = median(second for result in results for second in result["copy_s"])
+    print(f"4 generators take {by_count[-1] / by_count[0]:.2f} times as long as 1; ", end="")
+    print(", ".join(f"{count}: {total / copy_s:.2f}" for count, total in zip(COUNTS, by_count, strict=True)), end="")
+    print(" times a plain copy")
+
+
+async def publish(count: int, repeats: int) -> tuple[int, list[dict[str, float]]]:
+    """The snapshot's size, and the seconds of the phases of each publish."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = load([str(ROOT / "recipes" / "arithmetic.toml")], settings(count, folder))
+        runs: list[dict[str, float]] = []
+        async with open_session(config, Path(folder), no_trace, print, print) as session:
+            trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), no_trace)
+            session.closing.callback(trainer.close)
+            for version in range(NOT_COUNTED + repeats):
+                began_s = time.perf_counter()
+                snapshot = await trainer.snapshot(version)
+                written_s = time.perf_counter()
+                await session.channel.publish(snapshot)
+                ended_s = time.perf_counter()
+                runs.append(
+                    {"write": round(written_s - began_s, 4), "stage and activate": round(ended_s - written_s, 4)}
+                )
+        return snapshot.num_bytes, runs[NOT_COUNTED:]
+
+
+def settings(count: int, folder: str) -> dict[str, Any]:
+    rows = Path(folder) / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "What is 1 + 1?", "answer": "2"}) + "\n")
+    return {
+        "model.path": smollm2(),
+        "data.path": str(rows),
+        "data.eval_path": None,
+        "reward.functions": [{"path": "exact_match"}],
+        "generator.count": count,
+        "generator.threads": 1,
+        "generator.cache_gib": 0.5,
+    }
+
+
+def plain_copies(num_bytes: int, repeats: int) -> list[float]:
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    seconds = []
+    for _ in range(1 + repeats):
+        began_s = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(round(time.perf_counter() - began_s, 4))
+    return seconds[1:]
+
+
+if __name__ == "__main__":
+    main()
