@@ -149,6 +149,7 @@ def test_two_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere"])
 @pytest.mark.parametrize("layout", TWO)
 def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
@@ -162,6 +163,7 @@ def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
     check_equal(found, alone(config, model_dirs[architecture], UPDATES, float64=True), 1e-9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TWO])
 def test_four_ranks_have_the_gradient_of_one_in_float64(
@@ -172,6 +174,7 @@ def test_four_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["llama"], UPDATES, float64=True), 1e-9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_have_the_gradient_of_one_in_float32(processes: Pools, model_dirs: dict[str, str], layout: str) -> None:
     """Of the first step: after it the weights differ by rounding."""
@@ -179,6 +182,17 @@ def test_ranks_have_the_gradient_of_one_in_float32(processes: Pools, model_dirs:
         config = make_config(model_dirs[architecture], LAYOUTS[layout], trainer={"max_tokens": 40})
         found = processes[config.trainer.ranks].run(jobs.train, config, model_dirs[architecture], UPDATES[1:])
         check_equal(found, alone(config, model_dirs[architecture], UPDATES[1:]), 1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_groups_give_the_same_bits_again(processes: Pools, model_dirs: dict[str, str], layout: str) -> None:
+    """So that a schedule that hands over the same micro-batches ends with the same weights."""
+    config = make_config(model_dirs["qwen3"], LAYOUTS[layout], trainer={"max_tokens": 40})
+    first, second = (
+        processes[config.trainer.ranks].run(jobs.train, config, model_dirs["qwen3"], UPDATES)[0] for _ in range(2)
+    )
+    assert first.digest == second.digest != ""
+    assert first.snapshot == second.snapshot
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -242,6 +256,7 @@ def assert_same(found: list[tuple[int, dict[str, jobs.Piece]]], expected: dict[s
     assert all(torch.equal(whole[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exported_model_is_that_of_the_ranks(
     processes: Pools, model_dirs: dict[str, str], tmp_path: Path, layout: str
@@ -266,6 +281,7 @@ def test_an_exported_model_is_that_of_the_ranks(
         assert all(torch.equal(exported[name], parameter) for name, parameter in expected.named_parameters())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", [{"ranks": 1}, *LAYOUTS.values()], ids=["one", *LAYOUTS])
 def test_products_in_bfloat16_give_about_the_same_gradient_and_float32_weights(
     processes: Pools, model_dirs: dict[str, str], layout: dict[str, Any]
@@ -290,6 +306,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].get("shard")])
 def test_offloaded_weights_give_the_same_gradient(processes: Pools, model_dirs: dict[str, str], layout: str) -> None:
     for setting in ("split", "lora"):
@@ -313,6 +330,7 @@ def test_a_rank_whose_gradient_is_not_finite_makes_all_skip_the_step(
     assert gap <= 1e-5 * flat(ours).norm()  # nothing of the first is left
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
