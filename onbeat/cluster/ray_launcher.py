@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -178,7 +179,8 @@ class RayLauncher:
         self._meeting = Meeting()
         self._shelf = Shelf()
         self._environment = _environment(compact=compact)
-        self._trainers = _Pool()
+        self._trainers: defaultdict[str, _Pool] = defaultdict(_Pool)
+        """By generation: after `onbeat scale RUN trainer=N` the next one's ranks are placed while the last one's go."""
         self._children: set[asyncio.Task[None]] = set()
         self._actors: set[ActorHandle] = set()
         self._opening = asyncio.create_task(self._open())
@@ -220,7 +222,7 @@ class RayLauncher:
         if kind == "generator":
             group = await self._cluster.place(name, "generator.resources", asked, 1, wait_s, self._warn)
             return group, 0, lambda: self._cluster.call(self._cluster.give_back, group)
-        pool, rank = self._trainers, int(name.partition("-")[2])
+        pool, rank = self._trainers[name.removeprefix(f"trainer-{settings.rank}")], settings.rank
         if pool.group is None:
             pool.num_ranks = Config.model_validate_json(settings.config).trainer.ranks
             pool.group = asyncio.create_task(
@@ -283,8 +285,7 @@ class RayLauncher:
         if not arrival.shares_memory:
             child.connection.accept_copies()
         child.connection.expect(receives)
-        if "host" in settings.__struct_fields__:  # where the ranks of a trainer find each other
-            settings = msgspec.structs.replace(settings, host=arrival.who.host)
+        settings = msgspec.structs.replace(settings, host=arrival.who.host)  # where ranks find each other
         arrival.connection.send(self._work(name, entry, settings, arrival))
         return child
 
