@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .vllm/.installed
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full bench-learning bench-train bench-generate bench-overlap bench-trl bench-publish \
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full smoke bench-learning bench-train bench-generate bench-overlap bench-trl bench-publish \
         compare-trl picture clean
 
 setup: $(INSTALLED)
@@ -49,6 +49,10 @@ test-vllm: setup vllm-env
 # Runs on Ray, on one host and on two (network namespaces: as root). WHICH="cluster and not full": what CI runs of it.
 test-cluster: setup
 	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "$(or $(WHICH),cluster)" tests/cluster
+
+# What works on this machine (GPU, NPU, another processor), in about five minutes.
+smoke: setup
+	$(BIN)/python benchmarks/smoke.py
 
 # Everything, with the long matrices whose figures the docs quote.
 test-full: setup
