@@ -90,8 +90,8 @@ def test_actors_killed_in_a_period_cost_nothing_and_their_last_words_are_told(
 
 
 def test_a_trainer_that_dies_ends_the_run_with_its_last_words_and_resume_goes_on(tmp_path: Path, cluster: str) -> None:
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=300)
-    keys: dict[str, Any] = {"schedule__periods": 300, "checkpoint__every": 1, "cluster__address": cluster, **RAY}
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=60)
+    keys: dict[str, Any] = {"schedule__periods": 60, "checkpoint__every": 1, "cluster__address": cluster, **RAY}
     run = RunProcess(tmp_path / "run", **keys)
     run.wait_for_line("period 3/")
     log = tmp_path / "run" / "logs" / "trainer-0.log"
@@ -106,9 +106,26 @@ def test_a_trainer_that_dies_ends_the_run_with_its_last_words_and_resume_goes_on
     assert run_digests(tmp_path / "run") == undisturbed
 
 
+def test_the_ranks_of_a_trainer_are_actors_and_another_number_of_them_is_placed(tmp_path: Path, cluster: str) -> None:
+    ranks = {"trainer__ranks": 2, "trainer__shard": "true"}
+    local = RunProcess(tmp_path / "local", **ranks)
+    assert local.finish()[0] == 0
+    keys: dict[str, Any] = {"cluster__address": cluster, **RAY}
+    run = RunProcess(tmp_path / "run", **ranks, **keys)
+    code, _, errors = run.finish()
+    assert code == 0, errors
+    assert run_digests(tmp_path / "run") == run_digests(tmp_path / "local")
+    scaled = RunProcess(tmp_path / "scaled", schedule__periods=40, **keys)
+    scaled.wait_for_period(2)
+    assert scale(scaled.run_dir, 2, "trainer").returncode == 0
+    scaled.wait_for_line("2 trainer ranks instead of 1 from version")
+    code, _, errors = scaled.finish()
+    assert code == 0, errors
+
+
 def test_generators_join_leave_and_are_scaled_while_the_run_goes_on(tmp_path: Path, cluster: str) -> None:
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=400)
-    run = RunProcess(tmp_path / "run", schedule__periods=400, cluster__address=cluster, **RAY)
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=200)
+    run = RunProcess(tmp_path / "run", schedule__periods=200, cluster__address=cluster, **RAY)
     run.wait_for_period(2)
     assert scale(run.run_dir, 3).returncode == 0
     while "there are 3 generators" not in run.wait_for_line("generator-"):

@@ -31,6 +31,8 @@ from tests.cluster.ranks import Pools
 from tests.equivalence.test_shared_prompt import all_in_float64, random_group
 from tests.fakes.models import tiny_model
 
+pytestmark = pytest.mark.cluster
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicated": {"ranks": 2},
     "sharded": {"ranks": 2, "shard": True},
@@ -149,7 +151,7 @@ def test_two_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere"])
 @pytest.mark.parametrize("layout", TWO)
 def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
@@ -163,7 +165,7 @@ def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
     check_equal(found, alone(config, model_dirs[architecture], UPDATES, float64=True), 1e-9)
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TWO])
 def test_four_ranks_have_the_gradient_of_one_in_float64(
@@ -174,7 +176,7 @@ def test_four_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["llama"], UPDATES, float64=True), 1e-9)
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_have_the_gradient_of_one_in_float32(processes: Pools, model_dirs: dict[str, str], layout: str) -> None:
     """Of the first step: after it the weights differ by rounding."""
@@ -256,7 +258,7 @@ def assert_same(found: list[tuple[int, dict[str, jobs.Piece]]], expected: dict[s
     assert all(torch.equal(whole[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exported_model_is_that_of_the_ranks(
     processes: Pools, model_dirs: dict[str, str], tmp_path: Path, layout: str
@@ -281,7 +283,7 @@ def test_an_exported_model_is_that_of_the_ranks(
         assert all(torch.equal(exported[name], parameter) for name, parameter in expected.named_parameters())
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [{"ranks": 1}, *LAYOUTS.values()], ids=["one", *LAYOUTS])
 def test_products_in_bfloat16_give_about_the_same_gradient_and_float32_weights(
     processes: Pools, model_dirs: dict[str, str], layout: dict[str, Any]
@@ -306,7 +308,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].get("shard")])
 def test_offloaded_weights_give_the_same_gradient(processes: Pools, model_dirs: dict[str, str], layout: str) -> None:
     for setting in ("split", "lora"):
@@ -330,7 +332,7 @@ def test_a_rank_whose_gradient_is_not_finite_makes_all_skip_the_step(
     assert gap <= 1e-5 * flat(ours).norm()  # nothing of the first is left
 
 
-@pytest.mark.integration
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -42,6 +42,8 @@ from tests.cluster import jobs
 from tests.cluster.test_ranks import LAYOUTS, UPDATES, alone, make_config
 from tests.fakes.models import tiny_model
 
+pytestmark = pytest.mark.cluster
+
 _context = multiprocessing.get_context("forkserver")
 
 

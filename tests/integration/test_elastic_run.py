@@ -205,8 +205,8 @@ def worker(flags: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def scale(run_dir: Path, count: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onbeat.cli", "scale", str(run_dir), f"generators={count}"]
+def scale(run_dir: Path, count: int, what: str = "generators") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onbeat.cli", "scale", str(run_dir), f"{what}={count}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
