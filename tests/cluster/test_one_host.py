@@ -159,9 +159,9 @@ def test_what_is_not_placed_in_time_is_told_with_what_there_is(tmp_path: Path, c
 
 def test_a_cluster_that_is_not_there_is_told(tmp_path: Path) -> None:
     run = RunProcess(tmp_path / "run", cluster__address="127.0.0.1:9", **RAY)
-    code, _, errors = run.finish(timeout_s=300)
+    code, _, errors = run.finish()
     assert code == 2
-    assert 'cluster.address = "127.0.0.1:9": this host cannot join that cluster' in errors
+    assert 'cluster.address = "127.0.0.1:9": nobody answers there' in errors
 
 
 def test_the_runs_token_is_in_no_file_and_no_command_line(
