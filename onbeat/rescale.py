@@ -82,6 +82,6 @@ class Rescaling:
         except WorkerError as error:
             self._warn(f"{asked} could not be started, going on with {before.trainer.ranks}: {error}")
             return await self._trainer.become(before, checkpoint)
-        self._loader.use_ranks(wanted.trainer.data_parallel, rounds=wanted.trainer.shard)
+        self._loader.use_ranks(wanted.trainer.data_parallel, rounds=wanted.trainer.shards)
         self._inputs["ranks"] = layout_of(wanted.trainer)
         return self._tell(f"{asked} from version {version} on, as asked")

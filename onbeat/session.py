@@ -293,5 +293,5 @@ def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
         updates_per_period=config.schedule.updates_per_period,
         pack_tokens=config.trainer.pack_tokens,
         num_ranks=config.trainer.data_parallel,
-        rounds=config.trainer.shard,
+        rounds=config.trainer.shards,
     )

@@ -128,7 +128,7 @@ class TrainerRanks:
             rank.fail(error)
 
     async def accumulate(self, microbatch: MicroBatch) -> None:
-        if self.config.trainer.shard:
+        if self.config.trainer.shards:
             if microbatch.groups:
                 self._round[microbatch.rank] = microbatch
             if len(self._round) == self.config.trainer.data_parallel or microbatch.closes is not None:

@@ -23,18 +23,21 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from typing import Literal
 
 from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.patience import Patience
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
+Phase = Literal["stage", "activate"]
+
 
 class MemoryChannel:
     def __init__(self, pool: GeneratorPool) -> None:
         self._pool = pool
-        self._patience: defaultdict[tuple[bool, bool], Patience] = defaultdict(Patience)
-        """With stages and activations, by whether it is the generator's first load, which takes longer, and whether
-        the weights travel."""
+        self._patience: defaultdict[tuple[Phase, bool, bool], Patience] = defaultdict(Patience)
+        """By phase, by whether it is the generator's first load, which takes longer (it is probed), and whether the
+        weights travel."""
         self._loaded: set[str] = set()
         """Generators that have loaded something."""
         self._joining: set[str] = set()
@@ -45,8 +48,8 @@ class MemoryChannel:
         self.close()
         self.current = snapshot
         members = [generator for generator in self._pool.generators if generator.name not in self._joining]
-        staged = await self._each(members, lambda generator: generator.stage(snapshot))
-        for generator in await self._each(staged, lambda generator: generator.activate(snapshot.version)):
+        staged = await self._each(members, "stage", lambda generator: generator.stage(snapshot))
+        for generator in await self._each(staged, "activate", lambda generator: generator.activate(snapshot.version)):
             self._loaded.add(generator.name)
             self._pool.serves(generator.name, snapshot.version)
         await self._pool.until_served(snapshot.version)
@@ -57,8 +60,8 @@ class MemoryChannel:
         try:
             while (snapshot := self.current) is not None:
                 try:
-                    await self._timed(generator, generator.stage(snapshot))
-                    await self._timed(generator, generator.activate(snapshot.version))
+                    await self._timed(generator, "stage", generator.stage(snapshot))
+                    await self._timed(generator, "activate", generator.activate(snapshot.version))
                 except UnverifiedWeightsError:
                     if snapshot is self.current:
                         raise
@@ -71,10 +74,10 @@ class MemoryChannel:
             self._joining.discard(generator.name)
 
     async def _each(
-        self, generators: list[Generator], phase: Callable[[Generator], Awaitable[None]]
+        self, generators: list[Generator], phase: Phase, begin: Callable[[Generator], Awaitable[None]]
     ) -> list[Generator]:
         """Run one phase on all of them at once; who dies is lost, the others go on."""
-        work = (self._timed(generator, phase(generator)) for generator in generators)
+        work = (self._timed(generator, phase, begin(generator)) for generator in generators)
         results = await asyncio.gather(*work, return_exceptions=True)
         passed = []
         for generator, result in zip(generators, results, strict=True):
@@ -86,14 +89,14 @@ class MemoryChannel:
                 passed.append(generator)
         return passed
 
-    async def _timed(self, generator: Generator, phase: Awaitable[None]) -> None:
+    async def _timed(self, generator: Generator, phase: Phase, work: Awaitable[None]) -> None:
         """Give up who takes many times as long as it usually takes."""
         clock = asyncio.get_running_loop().time
-        patience = self._patience[generator.name in self._loaded, generator.local]
+        patience = self._patience[phase, generator.name in self._loaded, generator.local]
         began_s, limit_s = clock(), patience.limit_s
         try:
             async with asyncio.timeout(limit_s):  # wait_for would lose a cancellation that comes with the answer
-                await phase
+                await work
         except TimeoutError:
             generator.kill()
             raise WorkerError(f"{generator.name} did not load its weights within {limit_s:.0f} s") from None
