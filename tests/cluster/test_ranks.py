@@ -347,6 +347,19 @@ def test_rounds_of_any_sizes_end_and_give_the_gradient_of_one(
     check_equal(found, alone(config, model_dirs["llama"], updates, float64=True), 1e-9)
 
 
+def test_a_long_prompt_is_a_split_of_one_part_beside_which_a_pack_runs(
+    processes: Pools, model_dirs: dict[str, str]
+) -> None:
+    """The pack's rank has no part of its own for the prompt's backward, and runs it all the same."""
+    config = make_config(model_dirs["llama"], LAYOUTS["sharded"], trainer={"max_tokens": 40})
+    (group,), pack = packs_of(3, [1, 2])
+    updates = [[(structs.replace(group, prompt_ids=tuple(range(1, 50))),), pack]]
+    ((_, parts),) = jobs.rounds(updates[0], config)
+    assert parts == 1
+    found = processes[2].run(jobs.train, config, model_dirs["llama"], updates, float64=True)
+    check_equal(found, alone(config, model_dirs["llama"], updates, float64=True), 1e-9)
+
+
 def test_an_update_without_a_group_steps_all_the_same(processes: Pools, model_dirs: dict[str, str]) -> None:
     for layout in TWO:
         config = make_config(model_dirs["llama"], LAYOUTS[layout])
