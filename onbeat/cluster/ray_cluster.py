@@ -20,6 +20,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onbeat.cluster.guardian import MARK, ONLY_MARKED, guard
+from onbeat.control import split_address
 from onbeat.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ Resources = Mapping[str, float]
 _OWN_CPUS = 4096
 _OWN_STORE_BYTES = 100 << 20
 """Nothing goes through the object store where memory is shared; Ray wants one all the same."""
+_KNOCK_S = 10.0
 _LOOPBACK = "127.0.0.1"
 TRAINER = "the trainer"
 
@@ -150,6 +153,11 @@ class Cluster:
         )
 
     def _join(self, ray: Any) -> None:
+        if self._address != "auto":
+            try:  # Ray itself would try for minutes, and cannot be interrupted
+                socket.create_connection(split_address(self._address, "cluster.address"), _KNOCK_S).close()
+            except OSError as error:
+                raise ConfigError(f'cluster.address = "{self._address}": nobody answers there: {error}') from None
         try:
             ray.init(address=self._address, **_quietly())
         except Exception as error:  # of many kinds, and none of them ours

@@ -90,8 +90,8 @@ def test_actors_killed_in_a_period_cost_nothing_and_their_last_words_are_told(
 
 
 def test_a_trainer_that_dies_ends_the_run_with_its_last_words_and_resume_goes_on(tmp_path: Path, cluster: str) -> None:
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=300)
-    keys: dict[str, Any] = {"schedule__periods": 300, "checkpoint__every": 1, "cluster__address": cluster, **RAY}
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=60)
+    keys: dict[str, Any] = {"schedule__periods": 60, "checkpoint__every": 1, "cluster__address": cluster, **RAY}
     run = RunProcess(tmp_path / "run", **keys)
     run.wait_for_line("period 3/")
     log = tmp_path / "run" / "logs" / "trainer-0.log"
@@ -107,8 +107,8 @@ def test_a_trainer_that_dies_ends_the_run_with_its_last_words_and_resume_goes_on
 
 
 def test_generators_join_leave_and_are_scaled_while_the_run_goes_on(tmp_path: Path, cluster: str) -> None:
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=400)
-    run = RunProcess(tmp_path / "run", schedule__periods=400, cluster__address=cluster, **RAY)
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=200)
+    run = RunProcess(tmp_path / "run", schedule__periods=200, cluster__address=cluster, **RAY)
     run.wait_for_period(2)
     assert scale(run.run_dir, 3).returncode == 0
     while "there are 3 generators" not in run.wait_for_line("generator-"):
@@ -142,9 +142,9 @@ def test_what_is_not_placed_in_time_is_told_with_what_there_is(tmp_path: Path, c
 
 def test_a_cluster_that_is_not_there_is_told(tmp_path: Path) -> None:
     run = RunProcess(tmp_path / "run", cluster__address="127.0.0.1:9", **RAY)
-    code, _, errors = run.finish(timeout_s=300)
+    code, _, errors = run.finish()
     assert code == 2
-    assert 'cluster.address = "127.0.0.1:9": this host cannot join that cluster' in errors
+    assert 'cluster.address = "127.0.0.1:9": nobody answers there' in errors
 
 
 def test_the_runs_token_is_in_no_file_and_no_command_line(

@@ -117,7 +117,7 @@ def test_a_host_that_is_cut_off_and_later_lost_and_replaced_changes_nothing(
 def test_the_last_words_of_an_actor_on_another_host_are_told(tmp_path: Path, network: Network) -> None:
     host = network.add_host()
     host.start_ray('{"elsewhere": 1}')
-    run = start(tmp_path / "run", network, schedule__periods=400, generator__resources="{ elsewhere = 1 }")
+    run = start(tmp_path / "run", network, schedule__periods=300, generator__resources="{ elsewhere = 1 }")
     run.wait_for_period(2)
     log = Path(f"/proc/{run.pid_of('generator-0')}/root") / str(
         os.readlink(f"/proc/{run.pid_of('generator-0')}/fd/2")
