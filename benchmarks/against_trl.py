@@ -1,7 +1,7 @@
 """Whole updates, against TRL's GRPOTrainer: completions trained per second.
 
     make bench-trl                                          all workloads (workloads.py)
-    make bench-trl WORKLOADS="short long-prompt"            some of them; the others another time
+    python benchmarks/against_trl.py --workloads short      some of them; the others another time
     python benchmarks/against_trl.py --tune                 first: TRL's best settings on this machine
 
 The same model, rows in the same order, rewards, group size, number of completions and updates, temperature and loss.
@@ -26,11 +26,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import ROOT, Contender, Figures, Results, parser, smollm2, summary, take_turns
 from workloads import AGAINST_TRL, WORKLOADS, Workload
 
 TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
 WARM_UP: Figures = {"seed": 0, "updates": 1, "tiny": True, "keys": TINY}
+TUNED = ROOT / "docs" / "bench-trl-tune.json"
 OURS = ("onbeat", "onbeat, completion order")
 
 
@@ -40,9 +41,9 @@ def main() -> None:
     flags.add_argument("--tune", action="store_true", help="look for TRL's best settings instead")
     flags.add_argument("--updates", type=int, help="of a run, instead of the workload's own")
     arguments = flags.parse_args()
-    tuned = Results(arguments.to / "bench-trl-tune.json", arguments.again and arguments.tune)
+    tuned = Results(TUNED, again=False)
     model = smollm2()
-    results = tuned if arguments.tune else Results(arguments.to / "bench-trl.json", arguments.again)
+    results = Results(arguments.to / ("bench-trl-tune.json" if arguments.tune else "bench-trl.json"), arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
         for name in arguments.workloads:
             workload = WORKLOADS[name]

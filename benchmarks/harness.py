@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -120,8 +121,7 @@ def sources(script: str) -> str:
 def command() -> str:
     """As it was called, for the record."""
     script = Path(sys.argv[0]).resolve()
-    words = [str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *sys.argv[1:]]
-    return " ".join(["python", *(word for word in words if word != "--again")])
+    return shlex.join(["python", str(script.relative_to(ROOT)), *(word for word in sys.argv[1:] if word != "--again")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,10 @@ class Contender:
 
     @property
     def described(self) -> Figures:
-        """Its settings for the record: everything but where the model is."""
-        return {key: value for key, value in (self.settings | self.job).items() if key != "model"}
+        """Its settings for the record: everything but where on this machine things are."""
+        known = {key: value for key, value in (self.settings | self.job).items() if key != "model"}
+        found: Figures = json.loads(json.dumps(known).replace(f"{ROOT}/", ""))
+        return found
 
     def start(self, cell: Cell, log: Path) -> Running:
         python = sys.executable if self.environment is None else rival_python(self.environment)

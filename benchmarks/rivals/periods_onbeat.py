@@ -8,7 +8,6 @@ do not stop), `generators`. Settings may name a `trainer` or a `generator` of sw
 from __future__ import annotations
 
 import asyncio
-import atexit
 import dataclasses
 import os
 import random
@@ -182,7 +181,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         loop.run_until_complete(opened.__aexit__(None, None, None))
         shutil.rmtree(folder)
 
-    atexit.register(close)
+    contender.closing.callback(close)
     return lambda job: loop.run_until_complete(workers.period(job))
 
 
