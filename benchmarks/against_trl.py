@@ -40,6 +40,7 @@ def main() -> None:
     flags.add_argument("--workloads", nargs="*", choices=AGAINST_TRL, default=AGAINST_TRL)
     flags.add_argument("--tune", action="store_true", help="look for TRL's best settings instead")
     flags.add_argument("--updates", type=int, help="of a run, instead of the workload's own")
+    flags.add_argument("--tiny", action="store_true", help="one token for one prompt: only to see that everything runs")
     arguments = flags.parse_args()
     tuned = Results(TUNED, again=False)
     model = smollm2()
@@ -49,7 +50,8 @@ def main() -> None:
             workload = WORKLOADS[name]
             updates = arguments.updates or (1 if arguments.tune else workload.updates)
             seeds = range(1, 2 if arguments.tune else arguments.repeats + 1)
-            jobs = [{"seed": seed, "updates": updates, "keys": {"schedule.periods": updates}} for seed in seeds]
+            job = WARM_UP if arguments.tiny else {"updates": updates, "keys": {"schedule.periods": updates}}
+            jobs = [job | {"seed": seed} for seed in seeds]
             contenders = tried(model, workload) if arguments.tune else opponents(model, name, workload, tuned)
             for together in [[each] for each in contenders] if arguments.tune else [contenders]:
                 play(results, name, together, jobs, Path(folder))

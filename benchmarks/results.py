@@ -176,7 +176,7 @@ def draw_trl(measured: Measured, path: Path) -> bool:
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("completions trained per second, TRL = 1")
-    axis.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     return save(figure, axis, path)
 
 
@@ -237,7 +237,7 @@ def draw_ablation(measured: Measured, path: Path) -> bool:
 
 
 LEARNERS = {
-    "onbeat": COLOURS["onbeat"], "onbeat, sync": COLOURS["other"], "TRL": COLOURS["TRL"],
+    "onbeat": COLOURS["onbeat"], "onbeat, sync": "#14374b", "TRL": COLOURS["TRL"],
     "one period stale": COLOURS["also"],
 }  # fmt: skip
 
@@ -284,9 +284,9 @@ def draw_accuracy(measured: Measured, path: Path) -> bool:
                 continue
             for number, run in enumerate(measured.runs(cell, who)):
                 values = [100 * record["accuracy"] for record in run["curve"]]
-                style = "--" if who == "onbeat, sync" else "-"
+                style = {"linestyle": ":", "linewidth": 2.5} if who == "onbeat, sync" else {"linewidth": 1.3}
                 label = who if number == 0 else None
-                axis.plot([r[by] for r in run["curve"]], values, style, color=colour, label=label, linewidth=1.3)
+                axis.plot([record[by] for record in run["curve"]], values, color=colour, label=label, **style)
         axis.axhline(100 * TARGET, color="black", linewidth=0.6, linestyle=":")
         axis.set_xlabel("seconds of training" if by == "seconds" else "updates")
         axis.spines[["top", "right"]].set_visible(False)
@@ -346,6 +346,9 @@ def draw_scaling(measured: Measured, loop: Measured, path: Path) -> bool:
         )
         axis.set_xscale("log")
         axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.set_xticks(list(found), [f"{value:,}" for value in found])
+        axis.set_yticks(middle, [f"{value:.3g}" for value in middle])
         axis.set_xlabel(name, fontsize=8)
         axis.set_ylabel(unit, fontsize=8)
         axis.tick_params(labelsize=7)
