@@ -7,7 +7,7 @@ VLLM := .vllm/.installed
 # What `make demo` trains: recipes/smollm2-arithmetic.toml is the real chat model.
 DEMO := recipes/arithmetic.toml
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-full bench bench-tune bench-trl bench-accuracy \
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-full bench bench-tune bench-trl bench-accuracy bench-demo \
         bench-overlap bench-ablation bench-scaling bench-learning bench-train bench-generate results compare-trl picture clean
 
 setup: $(INSTALLED)
@@ -69,6 +69,7 @@ bench: setup
 	$(MAKE) bench-tune
 	$(MAKE) bench-trl
 	$(MAKE) bench-accuracy
+	$(MAKE) bench-demo
 	$(MAKE) bench-overlap
 	$(MAKE) bench-ablation
 	$(MAKE) bench-scaling
@@ -86,6 +87,10 @@ bench-trl: setup
 # Seconds to 90 % held-out accuracy beside TRL, and learning curves, into docs/bench-accuracy.json.
 bench-accuracy: setup
 	$(BIN)/python benchmarks/time_to_accuracy.py $(BENCH_FLAGS)
+
+# The demo with a real chat model: accuracy and answers before and after, into docs/bench-demo.json.
+bench-demo: setup
+	$(BIN)/python benchmarks/demo.py $(BENCH_FLAGS)
 
 # Sync, sync on split cores and periodic, into docs/bench-overlap.json.
 bench-overlap: setup

@@ -295,6 +295,17 @@ def draw_accuracy(measured: Measured, path: Path) -> bool:
     return save(figure, axes[0], path)
 
 
+def demo(measured: Measured) -> Table:
+    table: Table = [("held-out question", "before", "after")]
+    (cell,) = measured.cells() or [{}]
+    for run in measured.runs(cell, "demo")[:1]:
+        lines = zip(run["questions"], run["answers_before"], run["answers_after"], strict=True)
+        table += [tuple(" ".join(text.split()).replace("|", "\\|") for text in line) for line in lines]
+        ends = [percent([run[f"accuracy_{when}"]]) for when in ("before", "after")]
+        table.append((f"accuracy, {run['periods']} periods, {run['wall_s']:.0f} s with start and end", *ends))
+    return table if len(table) > 1 else [*table, (NOT_MEASURED,) * 3]
+
+
 # -- how cost grows ------------------------------------------------------------------------------------------
 
 
@@ -387,6 +398,7 @@ server by NCCL."""
 ACCURACY = "Held-out accuracy on `recipes/smollm2-arithmetic.toml`, after every update; evaluation is not on the clock."
 ABLATION = """A period over warm workers, with one thing switched off at a time. *Over max(generate, train)*: its
 seconds over those of its slower side alone."""
+DEMO = "SmolLM2-135M-Instruct learns small sums by `recipes/smollm2-arithmetic.toml`; greedy answers."
 SCALING = "8 prompts of 64 tokens, groups of 8, 16 new tokens, 1 generator; one of these at a time grows."
 OVERHEAD = "Real loop, loader, pool and ledger, fake workers; processor time per group of 8."
 
@@ -394,6 +406,7 @@ OVERHEAD = "Real loop, loader, pool and ledger, fake workers; processor time per
 def page(folder: Path) -> str:
     trl, learned, parts = Measured(folder, "trl"), Measured(folder, "accuracy"), Measured(folder, "ablation")
     overlapping, grown, loop = Measured(folder, "overlap"), Measured(folder, "scaling"), Measured(folder, "overhead")
+    shown = Measured(folder, "demo")
     tables = [against_trl(trl), trl_where(trl), trl_settings(trl, Measured(folder, "trl-tune"))]
     sections = [
         HEAD,
@@ -402,6 +415,7 @@ def page(folder: Path) -> str:
         section("Time to accuracy", "make bench-accuracy", ACCURACY, learned, accuracy(learned)),
         identical(learned),
         picture(lambda path: draw_accuracy(learned, path), folder / "results-accuracy.png", "Learning curves"),
+        section("The demo with a real model", "make bench-demo", DEMO, shown, demo(shown)),
         section("What each part is worth", "make bench-ablation", ABLATION, parts, ablation(parts)),
         picture(lambda path: draw_ablation(parts, path), folder / "results-ablation.png", "Each part switched off"),
         section("Overlap", "make bench-overlap", "A period over warm workers.", overlapping, overlap(overlapping)),
