@@ -96,7 +96,7 @@ def tried(model: str, workload: Workload) -> list[Contender]:
 
 def best_found(tuned: Results, name: str, workload: Workload) -> dict[str, Any]:
     ways = {way.name: way for way in tried("", workload)}
-    found = {way: runs for way in ways if (runs := tuned.peek({"workload": name}, way))}
+    found = {way: runs for way in ways if (runs := tuned.runs({"workload": name}, way))}
     if not found:
         return {"micro_batch": workload.completions}
     best = min(found, key=lambda way: found[way][0]["seconds"])

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import ROOT, Results, parser, smollm2
+from harness import ROOT, Contender, Results, parser, smollm2
 
 RECIPE = ROOT / "recipes" / "smollm2-arithmetic.toml"
 CELL = {"recipe": RECIPE.name}
@@ -27,14 +27,15 @@ def main() -> None:
     arguments = flags.parse_args()
     smollm2()
     results = Results(arguments.to / "bench-demo.json", arguments.again)
-    while len(results.runs(CELL, "demo")) < arguments.repeats:
+    demo = Contender("demo", "contender.py", {"flags": arguments.flags})
+    while len(results.expect(CELL, demo)["runs"]) < arguments.repeats:
         with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
             command = [sys.executable, str(ROOT / "recipes" / "demo.py"), str(RECIPE), "--run.dir", f"{folder}/run"]
             began_s = time.monotonic()
             subprocess.run([*command, *arguments.flags], check=True)
             shown = json.loads((Path(folder) / "run" / "demo.json").read_text())
             environment = json.loads((Path(folder) / "run" / "environment.json").read_text())
-        results.add(CELL, "demo", environment["packages"], shown | {"wall_s": time.monotonic() - began_s})
+        results.add(CELL, demo.name, environment["packages"], shown | {"wall_s": time.monotonic() - began_s})
 
 
 if __name__ == "__main__":

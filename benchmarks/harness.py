@@ -200,7 +200,7 @@ class Results:
             found = json.loads(path.read_text())
             if found.get("machine") == self._content["machine"]:
                 self._content = found
-        self._content |= {"code": code(), "command": command(), "date": time.strftime("%Y-%m-%d")}
+        self._content |= {"code": code(), "command": command()}
 
     def of(self, cell: Cell, contender: str) -> Figures:
         for result in self._content["results"]:
@@ -219,18 +219,14 @@ class Results:
             result |= now | {"code": code(), "runs": []}
         return result
 
-    def peek(self, cell: Cell, contender: str) -> list[Figures]:
+    def runs(self, cell: Cell, contender: str) -> list[Figures]:
         """Runs that are there; nothing is added."""
         found = [result for result in self._content["results"] if result["cell"] == cell]
         return next((result["runs"] for result in found if result["contender"] == contender), [])
 
-    def runs(self, cell: Cell, contender: str) -> list[Figures]:
-        found: list[Figures] = self.of(cell, contender)["runs"]
-        return found
-
     def add(self, cell: Cell, contender: str, versions: Figures, figures: Figures) -> None:
         result = self.of(cell, contender)
-        result["versions"] = versions
+        result |= {"versions": versions, "date": time.strftime("%Y-%m-%d")}
         result["runs"].append(figures)
         self.write()
 

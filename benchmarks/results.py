@@ -67,19 +67,18 @@ class Measured:
 
     @property
     def origin(self) -> str:
-        """Command, machine, versions, date: a line under the table."""
-        if not self.content:
+        """Machine, versions, commits and dates: a line under the table."""
+        made = [result for result in self.content.get("results", []) if result["runs"]]
+        if not made:
             return NOT_MEASURED
         machine = self.content["machine"]
-        versions: dict[str, str] = {}
-        for result in self.content.get("results", []):
-            versions |= result["versions"]
-        packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-        where = (
-            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Python {machine['python']}"
-        )
-        code = f"commit {self.content.get('code', 'unknown')}"
-        return "; ".join(filter(None, [where, packages, code, self.content.get("date", "")]))
+        where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+        packages = {name: version for result in made for name, version in result["versions"].items()}
+        versions = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in packages.items())]
+        commits = {result.get("code") or self.content.get("code") or "unknown" for result in made}
+        dates = {result["date"] for result in made if "date" in result}
+        when = f"commit {', '.join(sorted(commits))}" + (f", {', '.join(sorted(dates))}" if dates else "")
+        return "; ".join([where, ", ".join(versions), when])
 
 
 Table = list[Sequence[str]]

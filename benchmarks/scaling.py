@@ -90,7 +90,7 @@ def periods(results: Results, axes: list[str], repeats: int, points: int | None)
 def report(results: Results, axis: str) -> None:
     medians: dict[int, float] = {}
     for value in AXES[axis]:
-        if runs := results.peek({"axis": axis}, str(value)):
+        if runs := results.runs({"axis": axis}, str(value)):
             medians[value] = statistics.median(run["seconds"] for run in runs)
             print(f"{axis} {value:4}: {summary([run['seconds'] for run in runs])} s")
     if len(medians) > 1:
