@@ -4,8 +4,12 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .vllm/.installed
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full smoke bench-learning bench-train bench-generate bench-overlap bench-trl bench-publish \
-        compare-trl picture clean
+# What `make demo` trains: recipes/smollm2-arithmetic.toml is the real chat model.
+DEMO := recipes/arithmetic.toml
+
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full smoke bench bench-tune bench-trl \
+        bench-accuracy bench-demo bench-overlap bench-ablation bench-scaling bench-learning bench-train bench-generate \
+        bench-publish results compare-trl picture clean
 
 setup: $(INSTALLED)
 
@@ -26,7 +30,7 @@ $(VLLM): vllm-env.txt
 	touch $@
 
 demo: setup
-	$(BIN)/onbeat train recipes/arithmetic.toml --run.dir runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/python recipes/demo.py $(DEMO)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -58,6 +62,61 @@ smoke: setup
 test-full: setup
 	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "not vllm and not cluster"
 
+# Everything that docs/results.md shows, many hours; goes on where it was interrupted. AGAIN=1: from the beginning.
+# QUICK=1: `short` against TRL, the overlap and one elision, each once, into runs/bench-quick, in under 15 minutes.
+BENCH_FLAGS := $(if $(AGAIN),--again)
+QUICK_FLAGS := --again --repeats 1 --to runs/bench-quick
+
+ifdef QUICK
+bench: setup
+	$(BIN)/python benchmarks/against_trl.py $(QUICK_FLAGS) --workloads short --updates 2
+	$(BIN)/python benchmarks/overlap.py $(QUICK_FLAGS) --workloads balanced
+	$(BIN)/python benchmarks/ablation.py $(QUICK_FLAGS) --workloads "short, beta 0" --switches "groups without advantage"
+	$(BIN)/python benchmarks/results.py --from runs/bench-quick --readme ""
+else
+bench: setup
+	$(MAKE) bench-tune
+	$(MAKE) bench-trl
+	$(MAKE) bench-accuracy
+	$(MAKE) bench-demo
+	$(MAKE) bench-overlap
+	$(MAKE) bench-ablation
+	$(MAKE) bench-scaling
+	$(MAKE) results
+endif
+
+# TRL's best settings on this machine, into docs/bench-trl-tune.json.
+bench-tune: setup
+	$(BIN)/python benchmarks/against_trl.py --tune $(BENCH_FLAGS)
+
+# Completions trained per second beside TRL's GRPOTrainer, into docs/bench-trl.json.
+bench-trl: setup
+	$(BIN)/python benchmarks/against_trl.py $(BENCH_FLAGS)
+
+# Seconds to 90 % held-out accuracy beside TRL, and learning curves, into docs/bench-accuracy.json.
+bench-accuracy: setup
+	$(BIN)/python benchmarks/time_to_accuracy.py $(BENCH_FLAGS)
+
+# The demo with a real chat model: accuracy and answers before and after, into docs/bench-demo.json.
+bench-demo: setup
+	$(BIN)/python benchmarks/demo.py $(BENCH_FLAGS)
+
+# Sync, sync on split cores and periodic, into docs/bench-overlap.json.
+bench-overlap: setup
+	$(BIN)/python benchmarks/overlap.py $(BENCH_FLAGS)
+
+# Everything that makes it fast, switched off in turn, into docs/bench-ablation.json.
+bench-ablation: setup
+	$(BIN)/python benchmarks/ablation.py $(BENCH_FLAGS)
+
+# How cost grows, into docs/bench-scaling.json and docs/bench-overhead.json.
+bench-scaling: setup
+	$(BIN)/python benchmarks/scaling.py $(BENCH_FLAGS)
+
+# docs/results.md, its plots and the README's rows, from what was measured.
+results: setup
+	$(BIN)/python benchmarks/results.py
+
 # The recipe's gain in held-out accuracy for five seeds, into docs/learning.json.
 bench-learning: setup
 	$(BIN)/python benchmarks/learning.py
@@ -68,19 +127,11 @@ bench-train: setup
 
 # Tokens per second beside transformers and vLLM, into docs/bench-generate.json. Rivals are installed into .rivals/.
 bench-generate: setup
-	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/generate.py $(BENCH_FLAGS)
 
-# Sync, sync on split cores and periodic, into docs/bench-overlap.json.
-bench-overlap: setup
-	$(BIN)/python benchmarks/overlap.py
-
-# Weights to 1, 2 and 4 generators of a host, beside a plain copy, into docs/bench-publish.json.
+# A publish to 1, 2 and 4 generators, beside a copy of the same bytes, into docs/bench-publish.json.
 bench-publish: setup
 	$(BIN)/python benchmarks/publish.py
-
-# Whole updates beside TRL's GRPOTrainer, into docs/bench-trl.json.
-bench-trl: setup
-	$(BIN)/python benchmarks/against_trl.py
 
 # Losses and gradients beside TRL's own trainer; fails if they differ.
 compare-trl: setup

@@ -1,56 +1,130 @@
-"""A whole training step, against TRL's GRPOTrainer.
+"""Whole updates, against TRL's GRPOTrainer: completions trained per second.
 
-    make bench-trl
+    make bench-trl                                          all workloads (workloads.py)
+    python benchmarks/against_trl.py --workloads short      some of them; the others another time
+    python benchmarks/against_trl.py --tune                 first: TRL's best settings on this machine
 
-`short`: SmolLM2-135M, 8 prompts of about 45 tokens in groups of 8, up to 16 new tokens, beta 0.02, the same rows,
-rewards and number of updates. Seconds per update up to the end of the last one: TRL's from the moment its trainer
-begins to train, onbeat's from the moment the generators hold their first weights. TRL's micro-batch is the whole batch
-of 64: with 8 it took longer (69 s an update against 64). Writes docs/bench-trl.json.
+The same model, rows in the same order, rewards, group size, number of completions and updates, temperature and loss.
+Contenders take turns, run by run; a run is a trainer of its own, over two or three updates. The clock ends with the
+last update; TRL's starts when its trainer begins to train, onbeat's when the generators hold their first weights.
+onbeat is as it is by default, bit-exact; completion order, which is not, stands beside it.
+
+TRL's settings: micro-batches of 8, 16, 32 … sequences up to the whole batch, and transformers' continuous batching
+instead of `generate`, are tried by --tune, one update each; the fastest found is used (without --tune: the whole
+batch). As many threads as cores, the allocator settings that onbeat gives its own processes (a third faster than
+without), no gradient checkpointing. TRL's AsyncGRPOTrainer cannot run without a GPU: its attention is a FlashAttention
+3 kernel, it generates by a vLLM server, and its weights get there by NCCL.
+
+Writes docs/bench-trl.json and docs/bench-trl-tune.json.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Results, parser, smollm2, summary, take_turns
+from harness import ROOT, Contender, Figures, Results, parser, smollm2, summary, take_turns
+from workloads import AGAINST_TRL, WORKLOADS, Workload
 
-UPDATES = 3
-CELL: dict[str, Any] = {"workload": "short"}
-KEYS = {
-    "schedule.periods": UPDATES,
-    "schedule.prompts_per_period": 8,
-    "algorithm.group_size": 8,
-    "algorithm.beta": 0.02,
-    "sampling.max_new_tokens": 16,
-}
 TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
+WARM_UP: Figures = {"seed": 0, "updates": 1, "tiny": True, "keys": TINY}
+TUNED = ROOT / "docs" / "bench-trl-tune.json"
+OURS = ("onbeat", "onbeat, completion order")
 
 
 def main() -> None:
-    arguments = parser(repeats=3).parse_args()
+    flags = parser(repeats=3)
+    flags.add_argument("--workloads", nargs="*", choices=AGAINST_TRL, default=AGAINST_TRL)
+    flags.add_argument("--tune", action="store_true", help="look for TRL's best settings instead")
+    flags.add_argument("--updates", type=int, help="of a run, instead of the workload's own")
+    flags.add_argument("--tiny", action="store_true", help="one token for one prompt: only to see that everything runs")
+    arguments = flags.parse_args()
+    tuned = Results(TUNED, again=False)
     model = smollm2()
-    trl = {
-        "model": model, "reward": "right_sum", "threads": 2, "prompts": 8, "group_size": 8, "max_new_tokens": 16,
-        "beta": 0.02,
-    }  # fmt: skip
-    contenders = [
-        Contender("onbeat", "train_onbeat.py", {"model": model, "reward": "right_sum", "keys": KEYS}),
-        Contender("TRL", "train_trl.py", trl | {"micro_batch": 64}, environment="trl"),
-    ]
-    results = Results(ROOT / "docs" / "bench-trl.json", arguments.again)
-    jobs = [{"seed": seed, "updates": UPDATES} for seed in range(1, arguments.repeats + 1)]
+    results = Results(arguments.to / ("bench-trl-tune.json" if arguments.tune else "bench-trl.json"), arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-        take_turns(results, CELL, contenders, jobs, {"seed": 0, "updates": 1, "keys": TINY}, Path(folder))
-    seconds = {
-        contender.name: [run["seconds"] / run["periods"] for run in results.of(CELL, contender.name)["runs"]]
-        for contender in contenders
+        for name in arguments.workloads:
+            workload = WORKLOADS[name]
+            updates = arguments.updates or (1 if arguments.tune else workload.updates)
+            seeds = range(1, 2 if arguments.tune else arguments.repeats + 1)
+            job = WARM_UP if arguments.tiny else {"updates": updates, "keys": {"schedule.periods": updates}}
+            jobs = [job | {"seed": seed} for seed in seeds]
+            contenders = tried(model, workload) if arguments.tune else opponents(model, name, workload, tuned)
+            for together in [[each] for each in contenders] if arguments.tune else [contenders]:
+                play(results, name, together, jobs, Path(folder))
+            report(results, name, contenders, workload)
+
+
+def play(results: Results, name: str, contenders: list[Contender], jobs: list[Figures], folder: Path) -> None:
+    try:
+        take_turns(results, {"workload": name}, contenders, jobs, WARM_UP, folder)
+    except RuntimeError as error:
+        if len(contenders) > 1:
+            raise
+        print(f"{name}: {contenders[0].name} does not run here: {str(error).splitlines()[-1]}", flush=True)
+
+
+def opponents(model: str, name: str, workload: Workload, tuned: Results) -> list[Contender]:
+    ours = {"model": model, **workload.task, "keys": workload.keys}
+    return [
+        Contender("onbeat", "train_onbeat.py", ours),
+        Contender(
+            "onbeat, completion order", "train_onbeat.py", ours, job={"more_keys": {"schedule.order": "completion"}}
+        ),
+        trl("TRL", model, workload, **best_found(tuned, name, workload)),
+    ]
+
+
+def trl(name: str, model: str, workload: Workload, **how: Any) -> Contender:
+    settings = {
+        "model": model, **workload.task, "threads": len(os.sched_getaffinity(0)), "prompts": workload.prompts,
+        "group_size": workload.group_size, "max_new_tokens": workload.max_new_tokens, "beta": workload.beta,
+    }  # fmt: skip
+    return Contender(name, "train_trl.py", settings | how, environment="trl")
+
+
+def tried(model: str, workload: Workload) -> list[Contender]:
+    """Ways to run TRL, each in a process of its own."""
+    sizes = [size for size in (8, 16, 32, 64) if size <= workload.completions]
+    ways: dict[str, dict[str, Any]] = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in sizes}
+    ways["TRL, continuous batching"] = {"micro_batch": workload.completions, "continuous_batching": True}
+    return [trl(name, model, workload, **how) for name, how in ways.items()]
+
+
+def best_found(tuned: Results, name: str, workload: Workload) -> dict[str, Any]:
+    ways = {way.name: way for way in tried("", workload)}
+    found = {way: runs for way in ways if (runs := tuned.runs({"workload": name}, way))}
+    if not found:
+        return {"micro_batch": workload.completions}
+    best = min(found, key=lambda way: found[way][0]["seconds"])
+    return {
+        key: ways[best].settings[key] for key in ("micro_batch", "continuous_batching") if key in ways[best].settings
     }
-    for name, values in seconds.items():
-        print(f"{name:8} {summary(values)} s per update")
-    print(f"onbeat is {statistics.median(seconds['TRL']) / statistics.median(seconds['onbeat']):.2f} times as fast")
+
+
+def rates(runs: list[Figures], workload: Workload) -> list[float]:
+    """Completions trained per second, of each run."""
+    return [run["periods"] * workload.completions / run["seconds"] for run in runs]
+
+
+def report(results: Results, name: str, contenders: list[Contender], workload: Workload) -> None:
+    cell = {"workload": name}
+    print(name)
+    for contender in contenders:
+        runs = results.runs(cell, contender.name)
+        if not runs:
+            continue
+        seconds = summary([run["seconds"] / run["periods"] for run in runs])
+        print(f"  {contender.name:26} {summary(rates(runs, workload)):26} completions/s, {seconds} s an update")
+    if "TRL" in (contender.name for contender in contenders):
+        for ours in OURS:
+            pairs = zip(results.runs(cell, "TRL"), results.runs(cell, ours), strict=False)
+            ratios = [(trl["seconds"] / trl["periods"]) / (run["seconds"] / run["periods"]) for trl, run in pairs]
+            print(f"  {ours} is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f}-{max(ratios):.2f})")
+    print(end="", flush=True)
 
 
 if __name__ == "__main__":

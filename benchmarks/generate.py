@@ -17,7 +17,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from harness import ROOT, Cell, Contender, Figures, Results, gemm_flops, parser, smollm2, summary, take_turns
+from harness import Cell, Contender, Figures, Results, gemm_flops, parser, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
 WAVES = 2
@@ -46,7 +46,7 @@ def main() -> None:
         ),
     ]
     contenders = [c for c in contenders if not arguments.only or c.name in arguments.only]
-    results = Results(ROOT / "docs" / "bench-generate.json", arguments.again)
+    results = Results(arguments.to / "bench-generate.json", arguments.again)
     results.note(group_size=GROUP_SIZE)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
         for number, cell in enumerate(CELLS):

@@ -6,8 +6,8 @@
     docs/NAME.json    per cell and contender: versions and every single run; medians and spread are printed
 
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
-turn. A benchmark that was interrupted goes on where it was, if the code is still the same: runs that are in the file
-are not made again (--again makes them).
+turn. A benchmark that was interrupted goes on where it was: runs that are in the file are not made again (--again makes
+them), if they are of this machine and the same code (onbeat/, the contender's script and settings).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def parser(repeats: int) -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser()
     flags.add_argument("--again", action="store_true", help="forget the runs that are there")
     flags.add_argument("--repeats", type=int, default=repeats)
+    flags.add_argument("--to", type=Path, default=ROOT / "docs", help="the folder the figures are written to")
     return flags
 
 
@@ -107,6 +109,21 @@ def code() -> str:
     return commit + (f" with changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
 
 
+def sources(script: str) -> str:
+    """A digest of what is measured: the package, and the contender's script with what it imports of ours."""
+    digest = hashlib.sha256()
+    scripts = [RIVALS / name for name in ("contender.py", "tasks.py", script)]
+    for path in [*sorted((ROOT / "onbeat").rglob("*.py")), *scripts]:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def command() -> str:
+    """As it was called, for the record."""
+    script = Path(sys.argv[0]).resolve()
+    return shlex.join(["python", str(script.relative_to(ROOT)), *(word for word in sys.argv[1:] if word != "--again")])
+
+
 @dataclass(frozen=True, slots=True)
 class Contender:
     name: str
@@ -123,6 +140,13 @@ class Contender:
     @property
     def process(self) -> str:
         return json.dumps([self.script, self.settings, self.environment])
+
+    @property
+    def described(self) -> Figures:
+        """Its settings for the record: everything but where on this machine things are."""
+        known = {key: value for key, value in (self.settings | self.job).items() if key != "model"}
+        found: Figures = json.loads(json.dumps(known).replace(f"{ROOT}/", ""))
+        return found
 
     def start(self, cell: Cell, log: Path) -> Running:
         python = sys.executable if self.environment is None else rival_python(self.environment)
@@ -170,11 +194,13 @@ class Results:
 
     def __init__(self, path: Path, again: bool) -> None:
         self._path = path
-        self._content: Figures = {"machine": machine(), "code": code(), "results": []}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._content: Figures = {"machine": machine(), "results": []}
         if path.exists() and not again:
             found = json.loads(path.read_text())
-            if all(found.get(name) == self._content[name] for name in ("machine", "code")):
+            if found.get("machine") == self._content["machine"]:
                 self._content = found
+        self._content |= {"code": code(), "command": command()}
 
     def of(self, cell: Cell, contender: str) -> Figures:
         for result in self._content["results"]:
@@ -185,9 +211,22 @@ class Results:
         self._content["results"].append(result)
         return result
 
+    def expect(self, cell: Cell, contender: Contender) -> Figures:
+        """What there is of the contender; runs of other code or with other settings are forgotten."""
+        result = self.of(cell, contender.name)
+        now = {"settings": contender.described, "sources": sources(contender.script)}
+        if any(result.get(name) != value for name, value in now.items()):
+            result |= now | {"code": code(), "runs": []}
+        return result
+
+    def runs(self, cell: Cell, contender: str) -> list[Figures]:
+        """Runs that are there; nothing is added."""
+        found = [result for result in self._content["results"] if result["cell"] == cell]
+        return next((result["runs"] for result in found if result["contender"] == contender), [])
+
     def add(self, cell: Cell, contender: str, versions: Figures, figures: Figures) -> None:
         result = self.of(cell, contender)
-        result["versions"] = versions
+        result |= {"versions": versions, "date": time.strftime("%Y-%m-%d")}
         result["runs"].append(figures)
         self.write()
 
@@ -212,7 +251,7 @@ def take_turns(
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
     start and to come up with something."""
-    missing = [c for c in contenders if len(results.of(cell, c.name)["runs"]) < min(len(jobs), c.repeats)]
+    missing = [c for c in contenders if len(results.expect(cell, c)["runs"]) < min(len(jobs), c.repeats)]
     running: dict[str, Running] = {}
     try:
         for contender in missing:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from generate import GROUP_SIZE, workload
-from harness import ROOT, Contender, Results, parser, smollm2, summary, take_turns
+from harness import Contender, Results, parser, smollm2, summary, take_turns
 
 CELLS = [{"threads": threads, "in_flight": 32, "prompt_tokens": 45} for threads in (1, 2)]
 
@@ -25,7 +25,7 @@ def main() -> None:
         Contender("invariant", "generate_onbeat.py", {"model": model}),
         Contender("free", "generate_onbeat.py", {"model": model, "invariant": False}),
     ]
-    results = Results(ROOT / "docs" / "bench-invariance.json", arguments.again)
+    results = Results(arguments.to / "bench-invariance.json", arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
         for cell in CELLS:
             jobs = [workload(cell, seed) for seed in range(1, arguments.repeats + 1)]

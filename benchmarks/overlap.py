@@ -21,13 +21,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Results, parser, smollm2, summary, take_turns
+from harness import Contender, Results, parser, smollm2, summary, take_turns
+from workloads import WORKLOADS
 
-COMMON: dict[str, Any] = {"algorithm.group_size": 8, "sampling.max_new_tokens": 16}
-WORKLOADS: dict[str, dict[str, Any]] = {
-    "balanced": {"reward": "every_other", "keys": {"schedule.prompts_per_period": 48}},
-    "short": {"reward": "right_sum", "keys": {"schedule.prompts_per_period": 8, "algorithm.beta": 0.02}},
-}
+NAMES = ("balanced", "short")
 ONE_CORE_EACH = {"generator.threads": 1, "trainer.threads": 1}
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sync, all cores": ({}, {"mode": "sync", "order": "dispatch"}),
@@ -40,16 +37,19 @@ WARM_UP_GROUPS = 4
 
 
 def main() -> None:
-    arguments = parser(repeats=5).parse_args()
+    flags = parser(repeats=5)
+    flags.add_argument("--workloads", nargs="*", choices=NAMES, default=NAMES)
+    arguments = flags.parse_args()
     model = smollm2()
-    results = Results(ROOT / "docs" / "bench-overlap.json", arguments.again)
+    results = Results(arguments.to / "bench-overlap.json", arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-        for name, workload in WORKLOADS.items():
+        for name in arguments.workloads:
+            workload = WORKLOADS[name]
             contenders = [
                 Contender(
                     f"onbeat {way}",
                     "periods_onbeat.py",
-                    {"model": model, "reward": workload["reward"], "keys": COMMON | workload["keys"] | keys},
+                    {"model": model, **workload.task, "keys": workload.keys | keys},
                     job=job,
                 )
                 for way, (keys, job) in WAYS.items()

@@ -22,10 +22,11 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
                 "seed": job["seed"],
                 "run.dir": f"{folder}/run",
                 "model.path": settings["model"],
-                "data.path": f"{TASKS}:rows",
+                "data.path": f"{TASKS}:{settings['rows']}",
                 "reward.functions": [{"path": f"{TASKS}:{settings['reward']}"}],
                 **settings["keys"],
-                **job.get("keys", {}),
+                **job["keys"],
+                **job.get("more_keys", {}),
             }
             onbeat.train(overrides=overrides)
             return figures(Path(folder) / "run")

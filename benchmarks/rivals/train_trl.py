@@ -1,4 +1,4 @@
-"""bench-trl: TRL's GRPOTrainer on the same rows, rewards, group size and number of updates."""
+"""bench-trl: TRL's GRPOTrainer on the same rows, rewards, group size, loss and number of updates."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 import contender
 import tasks
 
+TINY = {"prompts": 1, "max_new_tokens": 1}
+"""For a first update that only warms up."""
 
-def prepare(settings: dict[str, Any]) -> contender.Run:
+
+def prepare(given: dict[str, Any]) -> contender.Run:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(settings["threads"])
+    torch.set_num_threads(given["threads"])
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """The moments at which updates ended."""
@@ -34,6 +37,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
             self.ends_s.append(time.monotonic())
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
+        settings = given | (TINY | {"micro_batch": given["group_size"]} if job.get("tiny") else {})
         model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
@@ -43,12 +47,14 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
                 per_device_train_batch_size=settings["micro_batch"],
                 gradient_accumulation_steps=settings["prompts"] * settings["group_size"] // settings["micro_batch"],
                 num_generations=settings["group_size"], max_completion_length=settings["max_new_tokens"],
-                beta=settings["beta"], temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-6,
+                beta=settings["beta"], temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-6, shuffle_dataset=False,
+                loss_type="grpo", adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="constant",
+                use_transformers_continuous_batching=settings.get("continuous_batching", False),
                 gradient_checkpointing=False, dataloader_pin_memory=False,
             )  # fmt: skip
             trainer = GRPOTrainer(
                 model=model, reward_funcs=getattr(tasks, settings["reward"]), args=config,
-                train_dataset=Dataset.from_list(list(tasks.rows())), callbacks=[clock],
+                train_dataset=Dataset.from_list(list(getattr(tasks, settings["rows"])())), callbacks=[clock],
                 processing_class=AutoTokenizer.from_pretrained(settings["model"]),
             )  # fmt: skip
             trainer.train()

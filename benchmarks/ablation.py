@@ -1,0 +1,123 @@
+"""What each part is worth: everything onbeat does to be fast, switched off in turn.
+
+    make bench-ablation
+    python benchmarks/ablation.py --workloads long-prompt --switches "shared prompt"
+
+One period at a time over warm workers, with a learning rate of next to nothing: all find the same model and, by the
+seed, the same prompts. Each switch is a cell of its own, in which the default, `periodic`, takes turns with the others.
+
+    overlap                     sync and periodic, both on all cores; periodic in order of completion
+    overlap, separated          the same with generator and trainer on a core each, as if they were devices of their own
+    generators                  1, 2 and 3 processes
+    shared prompt               every completion is trained with its own copy of the prompt
+    groups without advantage    are trained, too (at beta 0; otherwise they always are)
+    three models                old policy and reference run over every micro-batch, whether they can matter or not
+    engine                      transformers' `generate` instead of the embedded engine
+    everything                  sync, without any of the savings
+
+The bound of a period is max(generate, train): what the slower side takes alone, by the sync run of the same round. How
+far a period is from it, and what each side waits, stands beside its seconds. Where both sides share the cores even a
+perfect overlap cannot reach the bound. Writes docs/bench-ablation.json.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
+from overlap import ONE_CORE_EACH, WARM_UP_GROUPS
+from workloads import WORKLOADS, Workload
+
+NAMES = ("balanced", "short, beta 0", "chat", "long-prompt")
+PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
+SYNC = PERIODIC | {"mode": "sync"}
+DEFAULT: tuple[dict[str, Any], dict[str, Any]] = ({}, PERIODIC)
+SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    "overlap": {
+        "periodic": DEFAULT,
+        "sync": ({}, SYNC),
+        "periodic, completion order": ({}, PERIODIC | {"order": "completion"}),
+    },
+    "overlap, separated": {
+        "periodic": ({"keys": ONE_CORE_EACH}, PERIODIC),
+        "sync": ({"keys": ONE_CORE_EACH}, SYNC),
+    },
+    "generators": {
+        "periodic": DEFAULT,
+        "2 generators": ({}, PERIODIC | {"generators": 2}),
+        "3 generators": ({}, PERIODIC | {"generators": 3}),
+    },
+    "shared prompt": {"periodic": DEFAULT, "prompt copied": ({"trainer": "prompt_copied"}, PERIODIC)},
+    "groups without advantage": {"periodic": DEFAULT, "all groups trained": ({}, PERIODIC | {"elide": False})},
+    "three models": {"periodic": DEFAULT, "all three run": ({"trainer": "nothing_elided"}, PERIODIC)},
+    "engine": {"periodic": DEFAULT, "transformers": ({"generator": "transformers"}, PERIODIC)},
+    "everything": {
+        "periodic": DEFAULT,
+        "none of it": ({"trainer": "both", "generator": "transformers"}, SYNC | {"elide": False}),
+    },
+}
+"""By switch and way: settings of the workers, and of the period."""
+
+
+def main() -> None:
+    flags = parser(repeats=3)
+    flags.add_argument("--workloads", nargs="*", choices=NAMES, default=("balanced", "long-prompt"))
+    flags.add_argument("--switches", nargs="*", choices=SWITCHES, default=tuple(SWITCHES))
+    flags.add_argument("--prompts", type=int, help="of a period, instead of the workload's own")
+    arguments = flags.parse_args()
+    model = smollm2()
+    results = Results(arguments.to / "bench-ablation.json", arguments.again)
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        for name in arguments.workloads:
+            for switch in arguments.switches:
+                workload = WORKLOADS[name]
+                if switch == "groups without advantage" and workload.beta > 0:
+                    continue
+                extra = {"num_prompts": arguments.prompts} if arguments.prompts else {}
+                jobs = [{"seed": seed, **extra} for seed in range(1, arguments.repeats + 1)]
+                warm_up = {"seed": 0, "num_prompts": min(WARM_UP_GROUPS, workload.prompts)}
+                cell = {"workload": name, "switch": switch}
+                take_turns(results, cell, contenders(model, workload, switch), jobs, warm_up, Path(folder))
+                report(results, cell)
+
+
+def contenders(model: str, workload: Workload, switch: str) -> list[Contender]:
+    return [
+        Contender(
+            way,
+            "periods_onbeat.py",
+            {"model": model, **workload.task, **workers, "keys": workload.keys | workers.get("keys", {})},
+            job=job,
+        )
+        for way, (workers, job) in SWITCHES[switch].items()
+    ]
+
+
+def sides(run: Figures) -> tuple[float, float]:
+    """Seconds at work: generators, trainer."""
+    whole = run["seconds"] - run["publish_s"]
+    return whole - run["generators_waiting_s"], whole - run["trainer_waiting_s"]
+
+
+def report(results: Results, cell: dict[str, str]) -> None:
+    print(f"{cell['workload']}: {cell['switch']}")
+    runs = {way: results.runs(cell, way) for way in SWITCHES[cell["switch"]]}
+    default = [run["seconds"] for run in runs["periodic"]]
+    for way, found in runs.items():
+        waits = " / ".join(summary([run[f"{side}_waiting_s"] for run in found]) for side in ("generators", "trainer"))
+        ratios = [run["seconds"] / base for run, base in zip(found, default, strict=True)]
+        print(
+            f"  {way:28} {summary([run['seconds'] for run in found]):24} s, {statistics.median(ratios):.2f} times "
+            f"periodic; generators / trainer wait {waits}"
+        )
+    if "sync" in runs:
+        bounds = [max(sides(run)) + run["publish_s"] for run in runs["sync"]]
+        print(f"  {'max(generate, train)':28} {summary(bounds):24} s")
+    print(end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

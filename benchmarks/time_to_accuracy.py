@@ -1,0 +1,105 @@
+"""Seconds until a real model is right: SmolLM2-135M on recipes/smollm2-arithmetic.toml, onbeat and TRL.
+
+    make bench-accuracy
+
+From the untrained model to 90 % of the held-out pairs, by greedy answers, for three seeds; and a few updates beyond it,
+for the curve. After every update the clock stops, the weights are evaluated, and the clock goes on: on both sides
+alike. (In `onbeat train` evaluation runs beside training and hardly costs time.)
+
+    onbeat              as the recipe says: periodic, exact
+    onbeat, sync        the same weights, update by update: their digests are compared
+    TRL                 GRPOTrainer with the same loss, optimizer, rows and rewards; micro-batches as found by
+                        against_trl.py --tune for `short, beta 0`
+    one period stale    periodic, but every period's groups come from the weights of the period before, as if they had
+                        been generated while that one was trained; tokens are weighted by the importance of policy to
+                        sampler, capped at 2 (algorithm.importance_cap). Its curve is by updates; its seconds mean
+                        nothing
+
+Writes docs/bench-accuracy.json.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from against_trl import TUNED, best_found
+from harness import ROOT, Contender, Figures, Results, parser, smollm2, summary, take_turns
+from workloads import WORKLOADS
+
+from onbeat.recipe import load
+
+RECIPE = ROOT / "recipes" / "smollm2-arithmetic.toml"
+TASK = ROOT / "recipes" / "smollm2_arithmetic.py"
+TARGET = 0.9
+CELL = {"workload": RECIPE.stem}
+TUNED_ON = "short, beta 0"
+
+
+def main() -> None:
+    flags = parser(repeats=3)
+    flags.add_argument("--only", nargs="*", help="contenders, by name; the others another time")
+    flags.add_argument("--max-updates", type=int, default=30)
+    flags.add_argument("--beyond", type=int, default=3, help="updates after the target was reached")
+    arguments = flags.parse_args()
+    limits = {"target": TARGET, "beyond": arguments.beyond, "max_updates": arguments.max_updates}
+    micro_batch = best_found(Results(TUNED, again=False), TUNED_ON, WORKLOADS[TUNED_ON])["micro_batch"]
+    everybody = contenders(limits, micro_batch)
+    chosen = [each for each in everybody if not arguments.only or each.name in arguments.only]
+    results = Results(arguments.to / "bench-accuracy.json", arguments.again)
+    jobs = [{"seed": seed} for seed in range(1, arguments.repeats + 1)]
+    warm_up = {"seed": 0, "warm_up": True}
+    with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
+        take_turns(results, CELL, chosen, jobs, warm_up, Path(folder))
+    report(results, chosen)
+
+
+def contenders(limits: dict[str, Any], micro_batch: int) -> list[Contender]:
+    config = load([str(RECIPE)], {})
+    ours = limits | {"recipe": str(RECIPE)}
+    trl = limits | {
+        "model": smollm2(), "task": str(TASK), "threads": len(os.sched_getaffinity(0)), "micro_batch": micro_batch,
+        "prompts": config.schedule.prompts_per_period, "group_size": config.algorithm.group_size,
+        "max_new_tokens": config.sampling.max_new_tokens, "beta": config.algorithm.beta,
+        "learning_rate": config.trainer.learning_rate,
+    }  # fmt: skip
+    stale = ours | {"stale": True, "keys": {"algorithm.importance_cap": 2.0}}
+    return [
+        Contender("onbeat", "learn_onbeat.py", ours | {"keys": {}}),
+        Contender("onbeat, sync", "learn_onbeat.py", ours | {"keys": {"schedule.mode": "sync"}}),
+        Contender("TRL", "learn_trl.py", trl, environment="trl"),
+        Contender("one period stale", "learn_onbeat.py", stale),
+    ]
+
+
+def reached(run: Figures) -> Figures | None:
+    """The first record at the target."""
+    return next((record for record in run["curve"] if record["accuracy"] >= TARGET), None)
+
+
+def report(results: Results, chosen: list[Contender]) -> None:
+    seconds: dict[str, list[float]] = {}
+    for contender in chosen:
+        runs = results.runs(CELL, contender.name)
+        there = [record for run in runs if (record := reached(run)) is not None]
+        seconds[contender.name] = [record["seconds"] for record in there]
+        began = summary([run["curve"][0]["accuracy"] for run in runs])
+        ended = summary([run["curve"][-1]["accuracy"] for run in runs])
+        when = (
+            f"{summary(seconds[contender.name])} s, {summary([r['updates'] for r in there])} updates" if there else "–"
+        )
+        print(f"{contender.name:18} {len(there)} of {len(runs)} at {TARGET:.0%}: {when}; accuracy {began} -> {ended}")
+    if seconds.get("TRL") and seconds.get("onbeat"):
+        ratio = statistics.median(seconds["TRL"]) / statistics.median(seconds["onbeat"])
+        print(f"onbeat is there {ratio:.2f} times sooner")
+    if {"onbeat", "onbeat, sync"} <= seconds.keys():
+        pairs = zip(results.runs(CELL, "onbeat"), results.runs(CELL, "onbeat, sync"), strict=True)
+        same = [one["digest"] == other["digest"] for one, other in pairs]
+        print(f"sync and periodic end with the same weights in {sum(same)} of {len(same)}")
+
+
+if __name__ == "__main__":
+    main()
