@@ -243,9 +243,9 @@ def test_a_worker_joins_over_the_network_with_the_token_and_without_the_models_f
     tmp_path: Path, token_file: Path
 ) -> None:
     """Over loopback, as from another machine: no memory is shared, and the model comes through the connection."""
-    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=60)
+    undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=240)
     run = RunProcess(
-        tmp_path / "run", schedule__periods=60, cluster__listen="127.0.0.1:0", cluster__token_file=str(token_file)
+        tmp_path / "run", schedule__periods=240, cluster__listen="127.0.0.1:0", cluster__token_file=str(token_file)
     )
     place = run.wait_for_line("workers may join at ").split()[-1]
     run.wait_for_line("period 2/")
