@@ -63,6 +63,7 @@ def test_a_run_with_a_ray_of_its_own_ends_as_a_local_one_and_leaves_nothing_behi
     assert set(Path(tempfile.gettempdir()).glob("onbeat-ray-*")) == before
 
 
+@pytest.mark.full
 def test_when_the_controller_is_killed_its_ray_and_its_actors_end(tmp_path: Path) -> None:
     run = RunProcess(tmp_path / "run", schedule__periods=1000, **RAY)
     run.wait_for_line("period 2/")
@@ -89,6 +90,7 @@ def test_actors_killed_in_a_period_cost_nothing_and_their_last_words_are_told(
     assert all("The end of its log:" in death and "fault: " in death for death in deaths), deaths
 
 
+@pytest.mark.full
 def test_a_trainer_that_dies_ends_the_run_with_its_last_words_and_resume_goes_on(tmp_path: Path, cluster: str) -> None:
     undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=60)
     keys: dict[str, Any] = {"schedule__periods": 60, "checkpoint__every": 1, "cluster__address": cluster, **RAY}
@@ -123,6 +125,7 @@ def test_the_ranks_of_a_trainer_are_actors_and_another_number_of_them_is_placed(
     assert code == 0, errors
 
 
+@pytest.mark.full
 def test_generators_join_leave_and_are_scaled_while_the_run_goes_on(tmp_path: Path, cluster: str) -> None:
     undisturbed = train_digests(tmp_path / "undisturbed", schedule__periods=200)
     run = RunProcess(tmp_path / "run", schedule__periods=200, cluster__address=cluster, **RAY)
@@ -141,6 +144,7 @@ def test_generators_join_leave_and_are_scaled_while_the_run_goes_on(tmp_path: Pa
     assert records(run.run_dir)[-1]["num_lost_generators"] == 0
 
 
+@pytest.mark.full
 def test_what_a_ray_of_ones_own_will_never_have_is_told_at_once(tmp_path: Path) -> None:
     run = RunProcess(tmp_path / "run", generator__resources="{ CPU = 1, GPU = 8 }", **RAY)
     code, _, errors = run.finish()
@@ -148,6 +152,7 @@ def test_what_a_ray_of_ones_own_will_never_have_is_told_at_once(tmp_path: Path) 
     assert "generator.resources = { CPU = 1, GPU = 8 }, and no node of the cluster has that: 127.0.0.1 has" in errors
 
 
+@pytest.mark.full
 def test_what_is_not_placed_in_time_is_told_with_what_there_is(tmp_path: Path, cluster: str) -> None:
     keys = {"cluster__address": cluster, "cluster__wait_s": 1, "generator__resources": "{ slot = 1 }", **RAY}
     run = RunProcess(tmp_path / "run", generator__count=3, **keys)

@@ -25,7 +25,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"trainer.ranks": 2, "trainer.tensor_parallel": 2},
     "sharded and tensor parallel": {"trainer.ranks": 4, "trainer.tensor_parallel": 2, "trainer.shard": True},
 }
-OFTEN = ("replicated", "sharded")
+OFTEN = ("sharded",)
+"""In CI."""
 
 
 def keys(layout: str) -> dict[str, Any]:
@@ -53,13 +54,14 @@ def test_sync_and_periodic_and_any_number_of_generators_give_the_same_bits(tmp_p
     assert environment["ranks"].startswith(str(LAYOUTS[layout]["trainer.ranks"]))
 
 
+@pytest.mark.full
 def test_two_ranks_and_one_train_the_same_model_up_to_rounding(tmp_path: Path) -> None:
     """One period: after it the rounding of one could make another token of the other."""
-    for name, more in {"one": {}, **{name: keys(name) for name in OFTEN}}.items():
+    for name, more in {"one": {}, **{name: keys(name) for name in ("replicated", "sharded")}}.items():
         train_digests(tmp_path / name, schedule__periods=1, trainer__learning_rate=1e-3, **more)
     one = weights(tmp_path / "one")
     size = change(one, {name: value * 0 for name, value in one.items()})
-    for name in OFTEN:
+    for name in ("replicated", "sharded"):
         assert change(one, weights(tmp_path / name)) < 1e-4 * size
 
 
@@ -88,6 +90,7 @@ def scale(run_dir: Path, what: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_other_ranks_from_the_same_weights(tmp_path: Path) -> None:
     """2 → 1 → 2 ranks, sharded and not; that the state is the same bits is tests/cluster/test_rank_state.py's."""
     train_digests(tmp_path / "run", trainer__ranks=2, trainer__shard=True, checkpoint__every=1)

@@ -89,6 +89,7 @@ def test_generators_on_another_host_give_the_same_bits_and_weights_cross_once_pe
     assert to_away[3] < 1.5 * to_away[1], "three generators of one host took the weights more than once"
 
 
+@pytest.mark.full
 def test_a_host_that_is_cut_off_and_later_lost_and_replaced_changes_nothing(
     tmp_path: Path, network: Network, away: Host
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_host_that_is_cut_off_and_later_lost_and_replaced_changes_nothing(
     assert "has joined" in output
 
 
+@pytest.mark.full
 def test_the_last_words_of_an_actor_on_another_host_are_told(tmp_path: Path, network: Network) -> None:
     host = network.add_host()
     host.start_ray('{"elsewhere": 1}')
@@ -143,6 +145,7 @@ def sharing(tmp_path: Path) -> Iterator[Network]:
         network.remove()
 
 
+@pytest.mark.full
 def test_a_trainer_on_another_host_gives_the_same_bits(
     tmp_path: Path, sharing: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
