@@ -4,14 +4,16 @@
 
 A publish is all of it: the trainer writes its weights into the shared block, every generator verifies them (stage) and
 takes them (activate), with real processes and nobody else at work. The plain copy is of the same number of bytes, from
-memory to memory that has been touched before, by one thread. The first two publishes of a run are not counted: blocks
-are made, generators are probed. Writes docs/bench-publish.json.
+memory to memory that has been touched before, by one thread, just after each publish: the machine is not equally fast
+in every minute. The first two publishes of a run are not counted: blocks are made, generators are probed. Writes
+docs/bench-publish.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import tempfile
 import time
@@ -25,7 +27,7 @@ from harness import ROOT, code, machine, smollm2, summary
 from onbeat.protocols import no_trace
 from onbeat.recipe import load
 from onbeat.session import open_session
-from onbeat.training.client import TrainerClient
+from onbeat.training.ranks import TrainerRanks
 
 COUNTS = (1, 2, 4)
 REPEATS = 7
@@ -38,8 +40,7 @@ def main() -> None:
     repeats = flags.parse_args().repeats
     results = []
     for count in COUNTS:
-        num_bytes, runs = asyncio.run(publish(count, repeats))
-        copies = plain_copies(num_bytes, repeats)
+        num_bytes, runs, copies = asyncio.run(publish(count, repeats))
         results.append({"generators": count, "num_bytes": num_bytes, "publish_s": runs, "copy_s": copies})
         print(f"{count} generators: {summary(totals(runs))} s; a plain copy {summary(copies)} s", flush=True)
     report(results)
@@ -53,30 +54,33 @@ def totals(runs: list[dict[str, float]]) -> list[float]:
 
 def report(results: list[dict[str, Any]]) -> None:
     by_count = [median(totals(result["publish_s"])) for result in results]
-    copy_s = median(second for result in results for second in result["copy_s"])
     print(f"4 generators take {by_count[-1] / by_count[0]:.2f} times as long as 1; ", end="")
-    print(", ".join(f"{count}: {total / copy_s:.2f}" for count, total in zip(COUNTS, by_count, strict=True)), end="")
-    print(" times a plain copy")
+    for result in results:
+        pairs = zip(totals(result["publish_s"]), result["copy_s"], strict=True)
+        print(f"{result['generators']}: {median(total / copy_s for total, copy_s in pairs):.2f}", end=" ")
+    print("times a plain copy")
 
 
-async def publish(count: int, repeats: int) -> tuple[int, list[dict[str, float]]]:
-    """The snapshot's size, and the seconds of the phases of each publish."""
+async def publish(count: int, repeats: int) -> tuple[int, list[dict[str, float]], list[float]]:
+    """The snapshot's size, the seconds of the phases of each publish, and of a plain copy after it."""
     with tempfile.TemporaryDirectory() as folder:
         config = load([str(ROOT / "recipes" / "arithmetic.toml")], settings(count, folder))
         runs: list[dict[str, float]] = []
+        copies: list[float] = []
         async with open_session(config, Path(folder), no_trace, print, print) as session:
-            trainer = await TrainerClient.start(session.launcher, session.worker_settings("trainer-0"), no_trace)
+            trainer = TrainerRanks(config, session.launcher, session.worker_settings, no_trace)
             session.closing.callback(trainer.close)
+            await trainer.start(None)
             for version in range(NOT_COUNTED + repeats):
                 began_s = time.perf_counter()
                 snapshot = await trainer.snapshot(version)
                 written_s = time.perf_counter()
                 await session.channel.publish(snapshot)
                 ended_s = time.perf_counter()
-                runs.append(
-                    {"write": round(written_s - began_s, 4), "stage and activate": round(ended_s - written_s, 4)}
-                )
-        return snapshot.num_bytes, runs[NOT_COUNTED:]
+                phases = {"write": written_s - began_s, "stage and activate": ended_s - written_s}
+                runs.append({name: round(seconds, 4) for name, seconds in phases.items()})
+                copies.append(plain_copy_s(snapshot.num_bytes))
+        return snapshot.num_bytes, runs[NOT_COUNTED:], copies[NOT_COUNTED:]
 
 
 def settings(count: int, folder: str) -> dict[str, Any]:
@@ -93,14 +97,16 @@ def settings(count: int, folder: str) -> dict[str, Any]:
     }
 
 
-def plain_copies(num_bytes: int, repeats: int) -> list[float]:
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    seconds = []
-    for _ in range(1 + repeats):
-        began_s = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(round(time.perf_counter() - began_s, 4))
-    return seconds[1:]
+@functools.cache
+def buffers(num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+
+
+def plain_copy_s(num_bytes: int) -> float:
+    source, target = buffers(num_bytes)
+    began_s = time.perf_counter()
+    np.copyto(target, source)
+    return round(time.perf_counter() - began_s, 4)
 
 
 if __name__ == "__main__":

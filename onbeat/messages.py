@@ -33,6 +33,7 @@ from msgspec import Struct
 
 from onbeat.admission import Room
 from onbeat.checkpoint import Part
+from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import UpdateReport
 from onbeat.types import Completion, GroupKey, GroupRequest, MicroBatch, UpdateTotals
 
@@ -85,6 +86,8 @@ class Stage(Struct, frozen=True, tag=True):
     num_bytes: int
     attached: bool = True
     """In the memory whose descriptor came along; else in the WeightBytes that follow, or through a group."""
+    share: Share = WHOLE
+    """Of the pieces to verify (pieces.py): those who share a memory do it together."""
     group: str | None = None
     """Of the ranks through which vLLM's weight-transfer engine gets it (weights/nccl.py)."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from msgspec import Struct
 
 from onbeat.checkpoint import Part
+from onbeat.pieces import WHOLE, Share
 from onbeat.types import Completion, Group, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, UpdateTotals
 
 M_co = TypeVar("M_co", covariant=True)
@@ -100,8 +101,9 @@ class Generator(Protocol):
         """So many generators share the machine, with a trainer that works now or waits."""
         ...
 
-    async def stage(self, snapshot: Snapshot) -> None:
-        """Take the snapshot and verify its digest; serve the old version still. Raises if it does not verify."""
+    async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
+        """Take the snapshot and verify its digest, or a share of it; serve the old version still. Raises if it does
+        not verify."""
         ...
 
     async def activate(self, version: int) -> None:

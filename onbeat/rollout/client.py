@@ -30,6 +30,7 @@ from onbeat.messages import (
     WeightBytes,
     WorkerSettings,
 )
+from onbeat.pieces import WHOLE, Share, of_share
 from onbeat.protocols import Child, Courier, GeneratorEvents, Launcher, Snapshot
 from onbeat.types import GroupKey, GroupRequest
 
@@ -113,8 +114,8 @@ class GeneratorProcess:
         if self.local:
             self._child.connection.send(ShareCores(num_generators, trainer_works))
 
-    async def stage(self, snapshot: Snapshot) -> None:
-        order = Stage(snapshot.version, snapshot.num_bytes, attached=self._child.shares_memory)
+    async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
+        order = Stage(snapshot.version, snapshot.num_bytes, attached=self._child.shares_memory, share=share)
         if order.attached:
             staged = await self._ask(order, Staged, [snapshot.handle])
         elif self.courier is not None:
@@ -123,9 +124,10 @@ class GeneratorProcess:
         else:
             async with self._pouring(snapshot):
                 staged = await self._ask(order, Staged)
-        if staged.digest != snapshot.digest:
+        if staged.digest != of_share(snapshot.digest, share):
             raise UnverifiedWeightsError(
-                f"version {staged.version} arrived with digest {staged.digest}, published was {snapshot.digest}",
+                f"version {staged.version} arrived with digests {staged.digest[:100]} …, published were "
+                f"{of_share(snapshot.digest, share)[:100]} …",
                 period=snapshot.version,
                 worker=self.name,
             )

@@ -44,11 +44,12 @@ from onbeat.messages import (
     WeightBytes,
     WorkerSettings,
 )
+from onbeat.pieces import WHOLE, Share
 from onbeat.rollout.arithmetic import fingerprint
 from onbeat.rollout.arriving import DELIVERED, Arriving, delivered
 from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
-from onbeat.weights.snapshot import Mapped
+from onbeat.weights.snapshot import Blocks, Mapped
 from onbeat.wire import Channel
 
 PROGRESS_S = 1.0
@@ -82,6 +83,7 @@ class GeneratorWorker:
         self._tokens_before = 0
         self._told_s = -PROGRESS_S
         self.room = self._engine.room
+        self._blocks = Blocks()
         self._staged: tuple[int, Mapped] | None = None
         self._arriving: Arriving | None = None
         self._row_variance: str | None = None
@@ -135,8 +137,8 @@ class GeneratorWorker:
                 self._engine.add(request)
             case Cancel(key=key):
                 self._engine.cancel(key)
-            case Stage(version=version, num_bytes=num_bytes, attached=True):
-                self._stage(version, Mapped(self._channel.take_fd(), num_bytes))
+            case Stage(version=version, num_bytes=num_bytes, attached=True, share=share):
+                self._stage(version, self._blocks.mapped(self._channel.take_fd(), num_bytes), share)
             case Stage(version=version, group=str(group)) if group == DELIVERED:
                 self._stage(version, Mapped.over(delivered(version)))
             case Stage(version=version, num_bytes=num_bytes):
@@ -155,11 +157,9 @@ class GeneratorWorker:
                 self._activate(version)
                 self._channel.send(Activated(version, self._row_variance))
 
-    def _stage(self, version: int, mapped: Mapped) -> None:
-        if self._staged is not None:  # another version came before this one was used
-            self._staged[1].close()
+    def _stage(self, version: int, mapped: Mapped, share: Share = WHOLE) -> None:
         self._staged = (version, mapped)
-        self._channel.send(Staged(version, mapped.digest()))
+        self._channel.send(Staged(version, mapped.digest(share)))
 
     def _share_cores(self) -> None:
         if self._may_change_threads:
@@ -170,9 +170,10 @@ class GeneratorWorker:
     def _activate(self, version: int) -> None:
         if self._staged is None or self._staged[0] != version:
             raise RuntimeError(f"asked to activate version {version}, which is not staged")
-        mapped = self._staged[1]
-        mapped.load_into(self._targets)
-        mapped.close()
+        if self._probed:
+            self._staged[1].lend_to(self._targets)
+        else:  # the probe may take so long that the memory is written again
+            self._staged[1].load_into(self._targets)
         self._staged = None
         self._engine.version = version
         if not self._probed:

@@ -1,7 +1,11 @@
 """Publishing on one machine: one memory file, written once by the trainer, mapped by every generator (R4).
 
-    trainer ──writes, seals──▶ memfd ──descriptor──▶ every generator: map, check the digest     (stage)
-                                                     when all have answered: load                (activate)
+    trainer ──writes, seals──▶ memfd ──descriptor──▶ every generator: map, check its share of the digest   (stage)
+                                                     when all have answered: serve                          (activate)
+
+The memory is one, so it is verified once, by all generators of this host together, each a share of its pieces
+(pieces.py). If one of them is lost meanwhile, the others verify it all again. Who is elsewhere verifies its own copy,
+who joins the whole.
 
 The controller passes the descriptor on and keeps it for the length of the period, so that whoever joins in the
 middle loads the period's snapshot and never the live weights; it never maps it. The file has no name: when the
@@ -27,6 +31,7 @@ from typing import Literal
 
 from onbeat.errors import UnverifiedWeightsError, WorkerError
 from onbeat.patience import Patience
+from onbeat.pieces import WHOLE
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
 Phase = Literal["stage", "activate"]
@@ -48,11 +53,25 @@ class MemoryChannel:
         self.close()
         self.current = snapshot
         members = [generator for generator in self._pool.generators if generator.name not in self._joining]
-        staged = await self._each(members, "stage", lambda generator: generator.stage(snapshot))
+        staged = await self._stage(members, snapshot)
         for generator in await self._each(staged, "activate", lambda generator: generator.activate(snapshot.version)):
             self._loaded.add(generator.name)
             self._pool.serves(generator.name, snapshot.version)
         await self._pool.until_served(snapshot.version)
+
+    async def _stage(self, members: list[Generator], snapshot: Snapshot) -> list[Generator]:
+        """Those that have it, every byte of it verified."""
+        here = [generator for generator in members if generator.local]
+        shares = {generator.name: (which, len(here)) for which, generator in enumerate(here)}
+
+        def begin(generator: Generator) -> Awaitable[None]:
+            return generator.stage(snapshot, shares.get(generator.name, WHOLE))
+
+        staged = await self._each(members, "stage", begin)
+        left = [generator for generator in staged if generator.local]
+        if len(left) == len(here):
+            return staged
+        return await self._stage(left, snapshot) + [generator for generator in staged if not generator.local]
 
     async def bring(self, generator: Generator) -> None:
         """A joiner serves what is current when this returns. Raises WorkerError if it cannot."""

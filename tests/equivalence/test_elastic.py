@@ -16,6 +16,7 @@ from onbeat.errors import NoGeneratorsError, UnverifiedWeightsError, WorkerError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.period import train
+from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import Generator, Snapshot
 from onbeat.rollout.crew import MAX_DEATHS, Crew
 from onbeat.rollout.pool import Pool
@@ -292,12 +293,12 @@ def test_a_joiner_too_slow_for_its_version_begins_anew_and_one_with_wrong_bytes_
     class Slow(FakeGenerator):
         """The memory it reads is written again while it is at it, so that it comes to another digest."""
 
-        async def stage(self, snapshot: Snapshot) -> None:
+        async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
             if not self.staged_before:
                 self.staged_before = True
                 await asyncio.sleep(5.0)
                 raise UnverifiedWeightsError("other bytes", period=snapshot.version, worker=self.name)
-            await super().stage(snapshot)
+            await super().stage(snapshot, share)
 
         staged_before = False
 

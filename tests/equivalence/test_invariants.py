@@ -23,6 +23,7 @@ from onbeat.errors import (
 )
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
+from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import Snapshot
 from onbeat.rollout.pool import Pool
 from onbeat.session import check_room
@@ -186,7 +187,7 @@ def test_a_joiner_serves_in_the_middle_of_a_period_once_it_holds_the_snapshot() 
 
 def test_publishing_goes_on_without_a_generator_that_dies_in_it_and_fails_without_any() -> None:
     class Refusing(FakeGenerator):
-        async def stage(self, snapshot: Snapshot) -> None:
+        async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
             raise WorkerError("died while loading")
 
     async def publish(*workers: FakeGenerator) -> Pool:

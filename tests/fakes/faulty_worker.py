@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from onbeat.messages import Completed, Progress, WorkerSettings
+from onbeat.pieces import WHOLE, Share
 from onbeat.rollout import worker as real
 from onbeat.rollout.engine import Engine
 from onbeat.weights.snapshot import Mapped
@@ -144,7 +145,7 @@ class FaultyChannel(Channel[Any]):
 def make_faulty(faults: Faults) -> None:
     """This process's engine and snapshots."""
     forward = Engine._forward
-    digest, load_into = Mapped.digest, Mapped.load_into
+    digest, load_into, lend_to = Mapped.digest, Mapped.load_into, Mapped.lend_to
 
     def faulty_forward(self: Engine, chunks: Any, decoding: Any) -> None:
         began_s = time.monotonic()
@@ -158,21 +159,30 @@ def make_faulty(faults: Faults) -> None:
             faults.at("decode")
             faults.at("stop")
 
-    def faulty_digest(self: Mapped) -> str:
+    def faulty_digest(self: Mapped, share: Share = WHOLE) -> str:
         faults.at("load")
-        return digest(self)
+        return digest(self, share)
 
     def faulty_load(self: Mapped, targets: Mapping[str, torch.Tensor]) -> None:
-        if num_tensors := faults.has("tensor"):
-            for name, tensor in list(self._tensors(self._places()))[:num_tensors]:
-                targets[name].copy_(tensor)
-            faults.fire()
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_half_way(self, targets)
         load_into(self, targets)
         faults.num_loads += 1
 
+    def faulty_lend(self: Mapped, targets: Mapping[str, torch.Tensor]) -> None:
+        die_half_way(self, targets)
+        lend_to(self, targets)
+        faults.num_loads += 1
+
+    def die_half_way(mapped: Mapped, targets: Mapping[str, torch.Tensor]) -> None:
+        if num_tensors := faults.has("tensor"):
+            for name, tensor in list(mapped._tensors(mapped._places()))[:num_tensors]:
+                targets[name].copy_(tensor)
+            faults.fire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     Engine._forward = faulty_forward  # type: ignore[method-assign]
     Mapped.digest, Mapped.load_into = faulty_digest, faulty_load  # type: ignore[method-assign]
+    Mapped.lend_to = faulty_lend  # type: ignore[method-assign]
 
 
 def main(sock: socket.socket, settings: bytes) -> None:

@@ -14,6 +14,7 @@ from onbeat.keyed import sequence_key, uniform
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.period import train
+from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import Evaluated, GeneratorEvents, Snapshot, UpdateReport
 from onbeat.rollout.pool import Pool
 from onbeat.types import Completion, Group, GroupKey, GroupRequest, MicroBatch, Prompt, Rollout, Sampling, UpdateTotals
@@ -113,7 +114,7 @@ class FakeGenerator:
         """As by SIGSTOP: it says nothing any more."""
         self.hangs = True
 
-    async def stage(self, snapshot: Snapshot) -> None:
+    async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
         await self._working()
         self.staged = snapshot.version
 

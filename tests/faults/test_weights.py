@@ -32,6 +32,7 @@ from onbeat.messages import (
     Submit,
     ToGenerator,
 )
+from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import Snapshot
 from onbeat.rollout.client import GeneratorProcess
 from onbeat.rollout.engine import Invariance
@@ -249,7 +250,7 @@ def test_a_joiner_whose_loading_is_cancelled_in_the_moment_it_answers_does_not_g
         asked, answer = asyncio.Event(), asyncio.get_running_loop().create_future()
 
         class Answering(FakeGenerator):
-            async def stage(self, snapshot: Snapshot) -> None:
+            async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
                 asked.set()
                 await answer
 
@@ -301,3 +302,35 @@ def test_the_worker_refuses_to_activate_what_was_not_staged() -> None:
     peer.send(Activate(4))
     with pytest.raises(RuntimeError, match="activate version 4, which is not staged"):
         run_until_closed(worker, peer)
+
+
+def test_every_byte_is_verified_once_per_host_also_when_one_who_verifies_is_lost() -> None:
+    """Three of this host share it out; when one dies with its share, the other two do it all again."""
+    asked: list[tuple[str, Share]] = []
+
+    class Verifying(FakeGenerator):
+        async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
+            asked.append((self.name, share))
+            if self.name == "second":
+                self.dead = True
+            await super().stage(snapshot, share)
+
+    async def main() -> None:
+        pool = Pool()
+        for name in ("first", "second", "third"):
+            pool.add(Verifying(name, 8, random.Random(0)))
+        pool.add(Verifying("far away", 8, random.Random(0), local=False))
+        channel = MemoryChannel(pool)
+        handle = os.open(os.devnull, os.O_RDONLY)
+        await channel.publish(Snapshot(version=0, digest="", num_bytes=0, handle=handle))
+        channel.close()
+
+    asyncio.run(main())
+    assert asked == [
+        ("first", (0, 3)),
+        ("second", (1, 3)),
+        ("third", (2, 3)),
+        ("far away", WHOLE),
+        ("first", (0, 2)),
+        ("third", (1, 2)),
+    ]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.weights.snapshot import Mapped, SnapshotWriter, write
+from onbeat.weights.snapshot import Blocks, Mapped, SnapshotWriter, write
 
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float16, torch.float64,
@@ -222,3 +222,36 @@ def test_neither_end_leaves_a_descriptor_or_a_mapping_behind() -> None:
         read(fd, num_bytes, {"weight": torch.ones(100_000), "empty": torch.ones(0)})
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert mappings() <= mapped_before
+
+
+def test_what_is_lent_is_the_memory_itself_and_changes_with_the_version() -> None:
+    """As a generator does it: two blocks, taken in turn, mapped once each."""
+    writer, blocks = SnapshotWriter(), Blocks()
+    target = torch.nn.Parameter(torch.zeros(64, 64))
+    for version in range(5):
+        weights = random_tensor((64, 64), torch.float32, seed=version).nan_to_num()
+        mapped = blocks.mapped(*writer.write([("weight", weights)])[:2])
+        mapped.lend_to({"weight": target})
+        assert as_bytes(target) == as_bytes(weights)
+        assert target.data_ptr() == next(iter(mapped.tensors().values())).data_ptr()
+    assert len(blocks._known) == 2
+    writer.close()
+    assert as_bytes(target) == as_bytes(weights)
+
+
+def test_blocks_of_another_size_take_the_place_of_the_old_ones() -> None:
+    writer, blocks = SnapshotWriter(), Blocks()
+    for size in (10, 10, 10, 2000, 2000, 2000, 10):
+        weights = random_tensor((size,), torch.float32, seed=size)
+        mapped = blocks.mapped(*writer.write([("weight", weights)])[:2])
+        assert as_bytes(mapped.tensors()["weight"]) == as_bytes(weights)
+    assert len(blocks._known) == 2
+    writer.close()
+
+
+def test_what_does_not_fit_is_not_lent() -> None:
+    mapped = Mapped(*write([("weight", torch.ones(4))])[:2])
+    with pytest.raises(ValueError, match="in the model"):
+        mapped.lend_to({"weight": torch.zeros(5)})
+    with pytest.raises(ValueError, match="do not have the same tensors"):
+        mapped.lend_to({"bias": torch.zeros(4)})

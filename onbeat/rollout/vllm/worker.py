@@ -51,6 +51,7 @@ from onbeat.messages import (
     WeightBytes,
     WorkerSettings,
 )
+from onbeat.pieces import WHOLE, Share
 from onbeat.rollout.arriving import Arriving
 from onbeat.rollout.vllm.adapter import adapter_directory, in_our_names
 from onbeat.rollout.vllm.server import Server, ServerDescription, check_place, claim
@@ -75,11 +76,11 @@ _EMPTY_S = 20.0
 class Staging:
     """A snapshot that has come and is not served yet: the descriptor stays open until it is loaded."""
 
-    def __init__(self, version: int, fd: int, num_bytes: int) -> None:
+    def __init__(self, version: int, fd: int, num_bytes: int, share: Share) -> None:
         self.version = version
         self.fd = fd
         self.mapped = Mapped(os.dup(fd), num_bytes)
-        self.digest = self.mapped.digest()
+        self.digest = self.mapped.digest(share)
         self.checksums = self.mapped.checksums()
 
     @property
@@ -175,8 +176,8 @@ class VllmWorker:
                 case Cancel(key=key):
                     for task in [task for task, of in self._tasks.items() if of == key]:
                         task.cancel()
-                case Stage(version=version, num_bytes=num_bytes, attached=True):
-                    await self._stage(version, self._connection.take_fd(), num_bytes)
+                case Stage(version=version, num_bytes=num_bytes, attached=True, share=share):
+                    await self._stage(version, self._connection.take_fd(), num_bytes, share)
                 case Stage(version=version, num_bytes=num_bytes, group=str(group)):
                     await self._stage(version, await self._receive(group, num_bytes), num_bytes)
                 case Stage(version=version, num_bytes=num_bytes):
@@ -196,11 +197,11 @@ class VllmWorker:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    async def _stage(self, version: int, fd: int, num_bytes: int) -> None:
+    async def _stage(self, version: int, fd: int, num_bytes: int, share: Share = WHOLE) -> None:
         if self._staging is not None:  # another version came before this one was used
             self._staging.close()
             self._staging = None
-        self._staging = await asyncio.to_thread(Staging, version, fd, num_bytes)
+        self._staging = await asyncio.to_thread(Staging, version, fd, num_bytes, share)
         self._connection.send(Staged(version, self._staging.digest))
 
     async def _receive(self, group: str, num_bytes: int) -> int:
