@@ -22,7 +22,7 @@ import pytest
 from safetensors.torch import load_file
 
 import onbeat
-from onbeat.errors import NoGeneratorsError
+from onbeat.errors import NoGeneratorsError, WorkerError
 from onbeat.rollout import client
 from tests.fakes.faulty_worker import FAULTS, fired, fired_when, plan
 from tests.fakes.figures import figure, spread
@@ -157,6 +157,13 @@ def test_when_every_worker_dies_the_run_ends_with_a_typed_error_and_goes_on_late
     names = {key.replace("__", "."): value for key, value in keys.items()}
     onbeat.train(RECIPE, overrides={**SMALL, **names, "run.dir": str(tmp_path / "run")}, resume=True)
     assert run_digests(tmp_path / "run") == undisturbed
+
+
+def test_a_generator_that_computes_other_bits_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a launcher started, on whatever host."""
+    monkeypatch.setitem(client.ENTRIES, "embedded", "tests.fakes.other_arithmetic:main")
+    with pytest.raises(WorkerError, match=r"generator-[01] cannot be used: its processor or its build of torch"):
+        train_digests(tmp_path / "run", generator__count=2)
 
 
 class Visitors:
