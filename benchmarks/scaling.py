@@ -135,7 +135,7 @@ def run_fakes(num_workers: int, num_groups: int) -> Figures:
         mode="periodic", order="dispatch", group_size=GROUP_SIZE, sampling=SAMPLING, elide=True,
         algorithm=algorithm_of(AlgorithmConfig(), loads="advantage"),
     )  # fmt: skip
-    workers = [Worker(f"generator-{number}", ROWS, random.Random(number)) for number in range(num_workers)]
+    workers = [Worker(f"generator-{n}", ROWS, random.Random(n), local=False) for n in range(num_workers)]
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
         began_s = time.process_time()

@@ -60,7 +60,9 @@ class LoaderSettings:
     sampling: Sampling
     algorithm: Algorithm
     elide: bool
-    """A group without advantage needs no forward: true when the loss has no other term (KL, entropy)."""
+    """A group without advantage needs no forward: true when the loss has no other term."""
+    elide_at_start: bool = False
+    """The same before the first update, where the policy is the reference: true when the KL has no gradient there."""
     updates_per_period: int = 1
     pack_tokens: int = 768
     num_ranks: int = 1
@@ -256,7 +258,7 @@ class Period:
             num_groups += 1
             num_sequences += len(trained.completion_ids)
             num_tokens += sum(map(len, trained.completion_ids))
-            if self._elides(trained):
+            if self._elides(trained, update):
                 self.num_elided += 1
                 self._ledger.record(group, "elided")
                 continue
@@ -281,9 +283,11 @@ class Period:
             self._normalised = {each.slot: found for each, found in zip(batch, advantages, strict=True)}
         return self._normalised[group.slot]
 
-    def _elides(self, group: TrainGroup) -> bool:
-        """Its gradient is exactly zero: nothing scorable, or no advantage and no other term in the loss."""
-        return not group.completion_ids or (self._settings.elide and not any(group.advantages))
+    def _elides(self, group: TrainGroup, update: int) -> bool:
+        """Its gradient is exactly zero: nothing scorable, or no advantage and no other term that has a gradient."""
+        at_start = self._version == 0 and update == 0
+        elide = self._settings.elide or (self._settings.elide_at_start and at_start)
+        return not group.completion_ids or (elide and not any(group.advantages))
 
     async def _released(self, update: int) -> AsyncIterator[Group]:
         """The update's groups in the order they are trained: here lies the whole difference between the schedules."""

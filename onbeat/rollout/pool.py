@@ -7,7 +7,8 @@
        └── a whole group ◀── dedupe, version check ◀─────┘
 
 All of it is plain state on one asyncio loop: no task and no lock of its own. Every event (submit, completed, lost,
-a generator serving a new version) ends in `_dispatch`, which hands out what now fits.
+a generator serving a new version) ends in `_dispatch`, which hands out what now fits. What an event costs does not grow
+with the number of generators: who has room is kept by rows free (`_Openings`), who works at a group with the group.
 
 Who waits for whom: a harvest's reader waits for groups; nobody else waits. What bounds the queues: `waiting` by the
 prompts of the open periods; a generator's inbox by its rows, since a group is sent only when the rows it needs are
@@ -27,9 +28,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -75,6 +77,8 @@ class _Job:
     request: GroupRequest
     since_s: float
     received: dict[int, Completion] = field(default_factory=dict)
+    holders: dict[str, _Member] = field(default_factory=dict)
+    """Who works at it, by name."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -100,6 +104,10 @@ class _Member:
     began_s: dict[GroupKey, float] = field(default_factory=dict)
 
     @property
+    def name(self) -> str:
+        return self.generator.name
+
+    @property
     def state(self) -> str:
         if self.serves is None:
             return "has no weights yet"
@@ -108,6 +116,50 @@ class _Member:
         if self.leaves:
             doing += ", leaving"
         return f"{doing}, version {self.serves}, {self.num_tokens} tokens so far"
+
+
+class _Openings:
+    """Who may get work, by how many rows they have free: nobody is asked in vain."""
+
+    def __init__(self) -> None:
+        self._listed: dict[str, int] = {}
+        self._by_free: dict[int, dict[str, _Member]] = {}
+        self._idle: dict[str, _Member] = {}
+
+    def update(self, member: _Member) -> None:
+        """After anything about it has changed."""
+        if (listed := self._listed.pop(member.name, None)) is not None:
+            del self._by_free[listed][member.name]
+            if not self._by_free[listed]:
+                del self._by_free[listed]
+        self._idle.pop(member.name, None)
+        if member.serves is None or member.leaves:
+            return
+        self._listed[member.name] = member.free
+        self._by_free.setdefault(member.free, {})[member.name] = member
+        if not member.outstanding:
+            self._idle[member.name] = member
+
+    def for_request(self, request: GroupRequest) -> Iterator[_Member]:
+        """Who could take it now, the most rows first."""
+        for free in sorted(self._by_free, reverse=True):
+            if free < len(request.samples):
+                return
+            yield from _able(self._by_free[free], request)
+
+    def idle(self, request: GroupRequest) -> Iterator[_Member]:
+        """Of them, who has nothing to do."""
+        return _able(self._idle, request)
+
+
+def _able(members: dict[str, _Member], request: GroupRequest) -> Iterator[_Member]:
+    for member in members.values():
+        if (
+            member.serves == request.period
+            and member.free >= len(request.samples)
+            and member.generator.why_never(request) is None
+        ):
+            yield member
 
 
 class Harvest:
@@ -137,6 +189,7 @@ class Harvest:
 class Pool:
     def __init__(self, trace: Tracer = no_trace, warn: Callable[[str], None] = lambda sentence: None) -> None:
         self._members: dict[str, _Member] = {}
+        self._openings = _Openings()
         self._jobs: dict[GroupKey, _Job] = {}
         self._waiting: list[tuple[int, int, int, GroupRequest]] = []
         self._harvests: dict[HarvestKey, Harvest] = {}
@@ -168,18 +221,17 @@ class Pool:
 
     def groups(self, now_s: float) -> list[GroupStatus]:
         """What is wanted and not complete."""
-        at = {key: name for name, member in self._members.items() for key in member.outstanding}
         return [
             GroupStatus(
                 stream=job.request.stream,
                 slot=job.request.slot,
-                state="generating" if key in at else "waiting",
-                worker=at.get(key),
+                state="generating" if job.holders else "waiting",
+                worker=next(reversed(job.holders), None),
                 num_done=len(job.received),
                 num_samples=len(job.request.samples),
                 age_s=now_s - job.since_s,
             )
-            for key, job in self._jobs.items()
+            for job in self._jobs.values()
         ]
 
     def workers(self) -> list[WorkerStatus]:
@@ -204,14 +256,15 @@ class Pool:
         self._share_cores()
 
     def _share_cores(self) -> None:
-        num_here = sum(member.generator.local for member in self._members.values())
-        for member in self._members.values():
-            member.generator.share_cores(num_here, self._trainer_works)
+        here = [member.generator for member in self._members.values() if member.generator.local]
+        for generator in here:
+            generator.share_cores(len(here), self._trainer_works)
 
     def serves(self, worker: str, version: int) -> None:
         """The generator has loaded and verified `version` (R4)."""
         if member := self._members.get(worker):
             member.serves = version
+            self._openings.update(member)
             self._served.set()
             self._dispatch()
 
@@ -232,14 +285,15 @@ class Pool:
         """It gets no more work, and is let go when it owes nothing."""
         if member := self._members.get(worker):
             member.leaves = True
+            self._openings.update(member)
             self._let_go(member)
 
     def _let_go(self, member: _Member) -> None:
         if member.leaves and not member.outstanding:
-            del self._members[member.generator.name]
+            del self._members[member.name]
             member.generator.stop()
             self._share_cores()
-            self.on_gone(member.generator.name, None, member.num_completed > 0)
+            self.on_gone(member.name, None, member.num_completed > 0)
             self.check_who_is_left()
 
     def tick(self, elapsed_s: float) -> None:
@@ -264,6 +318,8 @@ class Pool:
         member = self._members.pop(worker, None)
         if member is None:
             return
+        member.leaves = True
+        self._openings.update(member)
         if isinstance(error, NumbersError):
             self.fail(error)
             return
@@ -272,7 +328,8 @@ class Pool:
         self._share_cores()
         for key, owed in member.outstanding.items():
             if job := self._jobs.get(key):
-                elsewhere = {sample for other in self._members.values() for sample in other.outstanding.get(key, ())}
+                job.holders.pop(worker, None)
+                elsewhere = {sample for other in job.holders.values() for sample in other.outstanding[key]}
                 samples = tuple(sample for sample in job.missing if sample in owed - elsewhere)
                 if samples:
                     self.counts.resent += len(samples)
@@ -328,6 +385,7 @@ class Pool:
     def _cancel(self, member: _Member, key: GroupKey) -> None:
         member.free += len(member.outstanding.pop(key))
         del member.began_s[key]
+        self._openings.update(member)
         member.generator.cancel(key)
         self._let_go(member)
 
@@ -341,8 +399,12 @@ class Pool:
 
     def why_never(self, request: GroupRequest) -> str | None:
         """Why none of the generators could ever serve the group; None if one could, or if there is none to ask."""
-        reasons = [member.generator.why_never(request) for member in self._members.values()]
-        return reasons[0] if reasons and all(reason is not None for reason in reasons) else None
+        first = None
+        for member in self._members.values():
+            if (reason := member.generator.why_never(request)) is None:
+                return None
+            first = first or reason
+        return first
 
     def completed(self, worker: str, completion: Completion) -> None:
         """The pool's edge: each sample passes once, for an open period, in the right version."""
@@ -368,7 +430,7 @@ class Pool:
         job = self._jobs.get(key)
         if harvest is None:
             self.counts.late += 1
-        elif job is None or completion.sample not in job.missing:
+        elif job is None or completion.sample in job.received or completion.sample not in job.request.samples:
             self.counts.duplicate += 1
         elif completion.version != completion.period:
             harvest.ready.put_nowait(
@@ -382,9 +444,9 @@ class Pool:
         else:
             job.received[completion.sample] = completion
             self.counts.accepted += 1
-            if not job.missing:
+            if len(job.received) == len(job.request.samples):
                 del self._jobs[key]
-                for member in [member for member in self._members.values() if key in member.outstanding]:
+                for member in job.holders.values():
                     self._cancel(member, key)  # it was asked of two, and the other was first
                 harvest.ready.put_nowait(tuple(job.received[sample] for sample in sorted(job.received)))
 
@@ -398,11 +460,14 @@ class Pool:
         member.num_completed += 1
         if not samples:
             del member.outstanding[key]
+            if job := self._jobs.get(key):
+                job.holders.pop(member.name, None)
             stream, period, slot = key
             name, now_s = f"{stream} {period}.{slot}", asyncio.get_running_loop().time()
             self._durations_s.append(now_s - member.began_s[key])
-            self._trace(member.generator.name, name, member.began_s.pop(key), now_s)
-            self._let_go(member)
+            self._trace(member.name, name, member.began_s.pop(key), now_s)
+        self._openings.update(member)
+        self._let_go(member)
 
     def _queue(self, request: GroupRequest) -> None:
         """Training before evaluation, then the order of slots."""
@@ -414,35 +479,28 @@ class Pool:
             if _key(request) not in self._jobs:  # its period closed, or somebody thought dead answered after all
                 heapq.heappop(self._waiting)
                 continue
-            candidates = self._candidates(request)
-            if not candidates:
+            candidate = next(self._openings.for_request(request), None)
+            if candidate is None:
                 return
             heapq.heappop(self._waiting)
-            idle = [member for member in candidates if not member.outstanding]
-            num_parts = min(len(idle) - len(self._waiting), len(request.samples) // MIN_ROWS)
+            max_parts, others = len(request.samples) // MIN_ROWS, len(self._waiting)
+            idle = list(itertools.islice(self._openings.idle(request), max_parts + others)) if max_parts > 1 else []
+            num_parts = len(idle) - others
             if num_parts < 2:
-                self._send(request, max(candidates, key=lambda candidate: candidate.free))
+                self._send(request, candidate)
             else:
                 for part, member in enumerate(idle[:num_parts]):
                     self._send(msgspec.structs.replace(request, samples=request.samples[part::num_parts]), member)
 
-    def _candidates(self, request: GroupRequest) -> list[_Member]:
-        """Who could take it now."""
-        return [
-            member
-            for member in self._members.values()
-            if member.serves == request.period
-            and not member.leaves
-            and member.free >= len(request.samples)
-            and member.generator.why_never(request) is None
-        ]
-
     def _send(self, request: GroupRequest, member: _Member) -> None:
         if not member.outstanding:
             member.silent_s = 0.0
-        member.outstanding.setdefault(_key(request), set()).update(request.samples)
+        key = _key(request)
+        self._jobs[key].holders[member.name] = member
+        member.outstanding.setdefault(key, set()).update(request.samples)
         member.free -= len(request.samples)
-        member.began_s.setdefault(_key(request), asyncio.get_running_loop().time())
+        member.began_s.setdefault(key, asyncio.get_running_loop().time())
+        self._openings.update(member)
         member.generator.submit(request)
 
     def _hedge(self) -> None:
@@ -451,14 +509,15 @@ class Pool:
             return
         too_old_s = asyncio.get_running_loop().time() - _FAR_LONGER * statistics.median(self._durations_s)
         for key, job in self._jobs.items():
-            holders = [member for member in self._members.values() if key in member.outstanding]
-            if len(holders) != 1 or holders[0].began_s[key] > too_old_s or not holders[0].generator.repeatable:
+            if len(job.holders) != 1:
+                continue
+            (holder,) = job.holders.values()
+            if holder.began_s[key] > too_old_s or not holder.generator.repeatable:
                 continue
             request = msgspec.structs.replace(job.request, samples=job.missing)
-            idle = [member for member in self._candidates(request) if not member.outstanding]
-            if idle:
+            if (idle := next(self._openings.idle(request), None)) is not None:
                 self.counts.hedged += len(request.samples)
-                self._send(request, idle[0])
+                self._send(request, idle)
 
 
 def _key(message: GroupRequest | Completion) -> GroupKey:

@@ -189,6 +189,7 @@ class PolicyTrainer:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=False)  # the memory is wanted again in a moment
         self.num_updates += 1
+        self._models.at_start = False
         report = self._report(divisor, norm, rate, stepped=finite)
         self._sums = _Sums()
         return report
@@ -259,6 +260,7 @@ class PolicyTrainer:
         """Go on from a checkpoint, whatever number of ranks wrote it."""
         ranks = self._ranks
         self.num_updates = load_rank_state(self._parameters, self._optimizer, checkpoint, ranks.rank, ranks.grid)
+        self._models.at_start = self.num_updates == 0
 
     def whole_model(self) -> torch.nn.Module | None:
         """The model in one piece, to be written in Hugging Face format; of several ranks, rank 0 gets it, in host

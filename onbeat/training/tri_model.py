@@ -3,9 +3,10 @@
 Each runs over the micro-batch right after the other, and only if it can matter:
 - old ≡ stop-gradient(policy) while the weights have not moved since the period opened: no forward at all. Its
   weights exist only if a period has several updates, and are copied just before the first of them moves the policy.
-- the reference exists only if the KL has a weight.
+- the reference exists only if the KL has a weight, and is the policy itself until the first update: no forward either.
 With LoRA neither has weights of its own: both are the policy with another adapter (lora.py).
-(A group without advantage and without another loss term does not even get here: the loader elides it.)
+(A group without advantage and without another loss term that has a gradient does not even get here: the loader elides
+it.)
 """
 
 from __future__ import annotations
@@ -99,6 +100,8 @@ class TriModel:
         self._temperature = temperature
         self._precision = settings.precision
         self._moved = False
+        self.at_start = True
+        """No update has been made: the policy is what was loaded, which is the reference."""
 
     def open_period(self) -> None:
         """The policy as it is now is the old policy of the coming period."""
@@ -133,6 +136,10 @@ class TriModel:
     def _has_reference(self) -> bool:
         return self.reference is not None or self._reference_values is not None
 
+    @property
+    def _runs_reference(self) -> bool:
+        return self._has_reference and not self.at_start
+
     def layout(self, groups: tuple[TrainGroup, ...]) -> Layout:
         return Layout.shared(groups) if self.why_not_shared is None else Layout.plain(groups)
 
@@ -150,8 +157,8 @@ class TriModel:
             if self._moved:
                 with self._as_old() as old:
                     old_T, _ = completion_logprobs(old, layout, self._temperature, prompt.old if prompt else None)
-            ref_T = None
-            if self._has_reference:
+            ref_T = policy_T.detach() if self._has_reference else None
+            if self._runs_reference:
                 before = prompt.reference if prompt else None
                 with self._as_reference() as reference:
                     ref_T, _ = completion_logprobs(reference, layout, self._temperature, before)
@@ -165,7 +172,7 @@ class TriModel:
             if self._moved:
                 with self._as_old() as model:
                     old = prompt_state(model, prompt_ids)
-            if self._has_reference:
+            if self._runs_reference:
                 with self._as_reference() as model:
                     reference = prompt_state(model, prompt_ids)
         with split_prompt(self._door(self.policy), prompt_ids, computing_in(self._precision)) as policy:

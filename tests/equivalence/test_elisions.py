@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.checkpoint import write_part
 from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
 from onbeat.training.trainer import PolicyTrainer
@@ -31,13 +33,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1) -> PolicyTrainer:
+def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1, kl: str = "k3") -> PolicyTrainer:
     config = from_tree(
         {
             "model": {"path": model_dir},
             "data": {"path": "unused.jsonl"},
             "reward": {"functions": [{"path": "exact_match"}]},
-            "algorithm": {"beta": beta},
+            "algorithm": {"beta": beta, "kl": kl},
             "schedule": {"updates_per_period": updates},
         }
     )
@@ -82,6 +84,44 @@ def test_the_reference_is_not_run_when_the_kl_has_no_weight(model_dir: str, seed
     assert make_trainer(model_dir)._models.reference is None
 
 
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+def test_the_reference_is_not_run_before_the_first_update(model_dir: str, kl: str, seed: int) -> None:
+    trainer = make_trainer(model_dir, beta=0.5, kl=kl)
+    assert trainer._models.at_start
+    elided = gradients(trainer, random_groups(seed))
+    trainer._models.at_start = False  # makes the reference run; the policy is still the same
+    assert_same_bits(gradients(trainer, random_groups(seed)), elided)
+
+
+def test_the_reference_runs_from_the_first_update_on_also_in_a_run_that_was_resumed(
+    model_dir: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(model_dir, beta=0.5)
+    trainer.accumulate(MicroBatch(period=0, update=0, index=0, rank=0, groups=(random_groups(0)[0],)))
+    assert trainer.step(UpdateTotals(num_groups=1, num_sequences=1, num_tokens=1)).kl == 0.0
+    assert not trainer._models.at_start
+    write_part(tmp_path, "rank-0.safetensors", trainer.state())
+    resumed = make_trainer(model_dir, beta=0.5)
+    resumed.restore(tmp_path)
+    assert not resumed._models.at_start
+
+
+@pytest.mark.parametrize("kl", ["k2", "k3"])
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=5)
+def test_before_the_first_update_a_group_without_advantage_is_left_out_with_a_kl_too(
+    model_dir: str, kl: str, seed: int
+) -> None:
+    groups = random_groups(seed)
+    nothing = msgspec.structs.replace(groups[1], advantages=tuple(0.0 for _ in groups[1].advantages))
+    trainer = make_trainer(model_dir, beta=0.5, kl=kl)
+    trainer._models.at_start = False  # with a reference that runs
+    elided = gradients(trainer, [groups[0], groups[2]])
+    assert_same_bits(gradients(trainer, [groups[0], nothing, groups[2]]), elided)
+
+
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=5)
 def test_a_group_without_advantage_is_left_out(model_dir: str, seed: int) -> None:
@@ -100,6 +140,7 @@ def test_with_a_kl_a_group_without_advantage_has_a_gradient(model_dir: str) -> N
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.05)
+    trainer._models.at_start = False
     assert any(gradient.any() for gradient in gradients(trainer, [nothing]))
 
 

@@ -165,6 +165,7 @@ def test_the_streamed_gradient_is_that_of_the_formula(model_dir: str, loss_mean:
     with torch.no_grad():  # away from the reference, so that the KL has a gradient
         for parameter in trainer.model.parameters():
             parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel(), dtype=torch.float32)).view_as(parameter))
+    trainer._models.at_start = False
     trainer.model.set_attn_implementation("sdpa")
     straightforward_loss(trainer.model, load_model(model_dir), groups, config).backward()
     trainer.model.set_attn_implementation(ATTENTION)

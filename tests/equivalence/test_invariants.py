@@ -6,6 +6,8 @@ import asyncio
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import msgspec
 import pytest
@@ -27,9 +29,9 @@ from onbeat.pieces import WHOLE, Share
 from onbeat.protocols import Snapshot
 from onbeat.rollout.pool import Pool
 from onbeat.session import check_room
-from onbeat.types import Completion, Group, MicroBatch, Prompt, Rollout
+from onbeat.types import Completion, Group, GroupRequest, MicroBatch, Prompt, Rollout
 from onbeat.weights.memory import MemoryChannel
-from tests.fakes.roles import SAMPLING, FakeGenerator, FakeScorer, make_prompts
+from tests.fakes.roles import SAMPLING, FakeGenerator, FakeScorer, make_prompts, run_fake_loop
 from tests.fakes.virtual_time import run_virtual
 
 SETTINGS = LoaderSettings(
@@ -319,3 +321,42 @@ def test_prompts_added_in_the_middle_of_a_period_take_the_next_slots() -> None:
     assert [microbatch.closes is not None for microbatch in microbatches].count(True) == 1
     assert microbatches[-1].closes is not None
     assert microbatches[-1].closes.num_groups == 5
+
+
+def test_what_the_pool_asks_per_group_does_not_grow_with_the_number_of_workers() -> None:
+    num_asked = 0
+
+    class Asked(FakeGenerator):
+        def why_never(self, request: GroupRequest) -> str | None:
+            nonlocal num_asked
+            num_asked += 1
+            return super().why_never(request)
+
+    async def main(num_workers: int) -> None:
+        pool = Pool()
+        for number in range(num_workers):
+            worker = Asked(f"generator-{number}", capacity=6, rng=random.Random(number))
+            pool.add(worker)
+            worker.version = 0
+            pool.serves(worker.name, 0)
+        assert sum(len(batch.groups) for batch in await one_period(pool, Ledger(), prompts=400)) == 400
+
+    asked = []
+    for num_workers in (2, 20, 200):
+        num_asked = 0
+        run_virtual(main(num_workers))
+        asked.append(num_asked / 400)
+    assert max(asked) <= 3
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_with_a_kl_groups_without_advantage_are_left_out_before_the_first_update_alone(
+    mode: Literal["sync", "periodic"],
+) -> None:
+    """The scorer gives every third slot equal rewards. The first of two updates has slots 0 to 5."""
+    settings = replace(SETTINGS, mode=mode, elide_at_start=True, updates_per_period=2)
+    workers = [generator(f"generator-{number}") for number in range(2)]
+    run = run_fake_loop(settings, workers, num_prompts=12, num_periods=2, ledger=Ledger())
+    trainer, _, _ = run_virtual(run)
+    assert trainer.slots(0) == [1, 2, 4, 5, *range(6, 12)]
+    assert trainer.slots(1) == list(range(12))

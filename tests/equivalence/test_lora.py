@@ -151,6 +151,7 @@ def test_gradients_are_those_of_pefts_own_model_before_and_after_a_step(
     trainer = PolicyTrainer(make_config(model_dirs[architecture], **setting), model_dirs[architecture])
     assert trainer.why_not_shared is None
     move(trainer.model, seed)
+    trainer._models.at_start = False
     in_float64(trainer)
     with all_in_float64():
         os.close(trainer.snapshot()[0])  # opens a period
@@ -264,6 +265,7 @@ def test_the_reference_is_bit_for_bit_the_base_model(
     assert adapted.reference is None
     base = tri_model(model_dirs[architecture], LoraSection())
     move(adapted.policy, seed=1)
+    adapted.at_start = False
     for group in random_groups(3):
         found, expected = logprobs(adapted, group, split), logprobs(base, group, split)
         assert found.ref_T is not None
