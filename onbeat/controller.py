@@ -14,7 +14,7 @@ from onbeat.checkpoint import CheckpointStore
 from onbeat.config import Config
 from onbeat.control import Answer, Door, Join, Request, listening, serving
 from onbeat.cores import rank_threads
-from onbeat.inputs import check_inputs, layout_of
+from onbeat.inputs import TRAINER, check_inputs, layout_of
 from onbeat.interrupt import Interruption
 from onbeat.observe.metrics import Record
 from onbeat.observe.recorder import Recorder, Say, percent
@@ -193,10 +193,13 @@ async def _train(
     config = session.config
     checkpoint = run_dir.checkpoint
     if checkpoint is not None:
-        check_inputs(checkpoint.manifest.inputs, session.inputs, warn)
+        check_inputs(checkpoint.manifest.inputs, session.inputs, warn)  # before anything is started
     trainer = TrainerRanks(config, session.launcher, session.worker_settings, recorder.span, session.pool.trainer_works)
     session.closing.callback(trainer.close)
     await trainer.start(checkpoint.directory if checkpoint else None)
+    session.inputs[TRAINER] = trainer.arithmetic
+    if checkpoint is not None:
+        check_inputs(checkpoint.manifest.inputs, session.inputs, warn, only=TRAINER)
     watch.trainer = trainer
     if trainer.why_not_shared is not None:
         warn(f"prompts are not shared in training: {trainer.why_not_shared}")

@@ -25,6 +25,7 @@ def generator_threads(asked: int, num_generators: int, cores: int) -> Threads:
     return Threads(max(1, cores // num_generators), max(1, cores // (num_generators + 1)))
 
 
-def rank_threads(asked: int, num_ranks: int, cores: int) -> int:
-    """Of a trainer rank; 0: all cores there are. Ranks of one machine work at the same time, and share them."""
-    return asked or (0 if num_ranks == 1 else max(1, cores // num_ranks))
+def rank_threads(asked: int, num_ranks: int, cores: int, reserved: float = 0.0) -> int:
+    """Of a trainer rank; 0: all cores there are. Ranks of one machine work at the same time, and share them; in a
+    cluster each has at least the cores that are reserved for it."""
+    return asked or (0 if num_ranks == 1 else max(1, cores // num_ranks, int(reserved)))

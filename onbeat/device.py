@@ -1,4 +1,4 @@
-"""What depends on the device, in one place. No other file names one.
+"""What depends on the device, in one place. No other file names one, but weights/nccl.py, which speaks vLLM's protocol.
 
     accelerator     the one that torch finds (CUDA; an NPU through torch_npu, which registers itself); else the CPU
     collectives     what torch knows for it (NCCL, HCCL), beside gloo for what lies in host memory

@@ -85,10 +85,16 @@ def processor() -> str:
     return names[0] if names else "unknown"
 
 
-def check_inputs(before: Mapping[str, str], now: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Of the checkpoint, and of the run that goes on from it."""
+TRAINER = "trainer's arithmetic"
+"""Of the machines it was placed on, which are known when it has started."""
+
+
+def check_inputs(
+    before: Mapping[str, str], now: Mapping[str, str], warn: Callable[[str], None], *, only: str | None = None
+) -> None:
+    """Of the checkpoint, and of the run that goes on from it, as far as they are known."""
     for name, value in before.items():
-        if now.get(name) == value:
+        if now.get(name) == value or (name == TRAINER) != (only == TRAINER):
             continue
         if name in _MUST_AGREE:
             raise CheckpointError(

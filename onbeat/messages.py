@@ -74,7 +74,7 @@ class Failed(Struct, frozen=True, tag=True):
 class GeneratorReady(Struct, frozen=True, tag=True):
     room: Room
     arithmetic: str
-    """Digest of some arithmetic: machines of the same one compute the same bits (rollout/arithmetic.py)."""
+    """Digest of some arithmetic: machines of the same one compute the same bits (arithmetic.py)."""
     repeatable: bool = True
     """Asked for the same samples again, it answers the same."""
 
@@ -102,6 +102,8 @@ class Staged(Struct, frozen=True, tag=True):
     version: int
     digest: str
     """As the generator computed it."""
+    share: Share = WHOLE
+    """Of what."""
 
 
 class Activate(Struct, frozen=True, tag=True):
@@ -176,6 +178,8 @@ class TrainerReady(Struct, frozen=True, tag=True):
     num_parameters: int
     why_not_shared: str | None
     """Why completions are trained with a copy of the prompt each; None if they share it."""
+    arithmetic: str
+    threads: int
 
 
 class Accumulate(Struct, frozen=True, tag=True):

@@ -19,7 +19,8 @@ _MEMORY_S = 600.0
 
 
 class Patience:
-    def __init__(self) -> None:
+    def __init__(self, first_s: float = FIRST_S) -> None:
+        self._first_s = first_s
         self._sum_s = 0.0
         self._sum_of_squares = 0.0
         self._heard = False
@@ -34,6 +35,6 @@ class Patience:
     @property
     def limit_s(self) -> float:
         if not self._heard:
-            return FIRST_S
+            return self._first_s
         usual_s = self._sum_of_squares / self._sum_s if self._sum_s else 0.0
         return max(FLOOR_S, TIMES * usual_s)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from onbeat.config import Config, TrainerConfig
 from onbeat.control import Answer
 from onbeat.errors import CheckpointError, WorkerError
-from onbeat.inputs import layout_of
+from onbeat.inputs import TRAINER, layout_of
 from onbeat.saver import Saver
 from onbeat.training.ranks import TrainerRanks
 
@@ -84,4 +84,5 @@ class Rescaling:
             return await self._trainer.become(before, checkpoint)
         self._loader.use_ranks(wanted.trainer.data_parallel, rounds=wanted.trainer.shards)
         self._inputs["ranks"] = layout_of(wanted.trainer)
+        self._inputs[TRAINER] = self._trainer.arithmetic
         return self._tell(f"{asked} from version {version} on, as asked")

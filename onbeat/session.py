@@ -83,7 +83,7 @@ class Session:
         if num_generators < 1 or (elastic and not lowest <= num_generators <= highest):
             bounds = f"between {lowest} and {highest} (generator.count)" if elastic else "at least 1"
             return Answer(f"generators={num_generators}: there must be {bounds}", done=False)
-        if num_generators > MAX_GENERATORS:
+        if num_generators > MAX_GENERATORS and self.config.cluster.launcher == "local":
             return Answer(f"generators={num_generators}: at most {MAX_GENERATORS} on one machine", done=False)
         before = self.crew.wanted
         self.crew.want(num_generators)

@@ -131,6 +131,11 @@ def _at_home(work: Work) -> Iterator[bytes]:
                 (Path(folder) / Path(name).name).write_bytes(content)
             yield msgspec.msgpack.encode(settings | {"model_dir": folder})
         return
+    if work.run and not Path(work.run).is_dir():
+        raise InputError(
+            f"{socket.gethostname()} does not see the run's directory {work.run}, where the trainer writes its "
+            "checkpoints: put it on a file system that all hosts share (--run.dir)"
+        )
     if work.model:
         _check_model(Path(settings["model_dir"]), work.model)
     yield work.settings

@@ -20,9 +20,11 @@ import asyncio
 import os
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 from msgspec import Struct
@@ -33,6 +35,9 @@ from onbeat.secret import Challenge, Proof, Proven, is_proof, is_proven, new_non
 from onbeat.wire import Connection, FrameReader, frame
 
 _MAX_STRANGERS = 64
+"""Heard at a time, beside those that are expected."""
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before who was not heard comes again."""
 _MAX_WORD_BYTES = 4096
 A = TypeVar("A")
 
@@ -72,6 +77,8 @@ class Work(Struct, frozen=True, kw_only=True, tag=True):
     """The model's small files, for who does not need the large ones; else empty."""
     model: str
     """Digest of the model's directory, for who must see it; else empty."""
+    run: str
+    """The run's directory, for who writes there; else empty."""
     folder: str
     """The controller's working directory: relative paths start there, if the host has it."""
 
@@ -91,6 +98,8 @@ class Meeting:
         self._there = ""
         self._servers: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_heard = 0
+        """Connections that have not said who they are yet."""
 
     def open(self, host: str | None) -> None:
         """Listen on this host, and at that address of it if there are others."""
@@ -133,7 +142,7 @@ class Meeting:
             except OSError:  # it hung up already, or there are no descriptors left
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._tasks) >= _MAX_STRANGERS:
+            if self._num_heard >= _MAX_STRANGERS + len(self._expected):
                 sock.close()
             else:
                 self._spawn(self._receive(sock))
@@ -142,6 +151,7 @@ class Meeting:
         connection: Connection[Proof | Arrived] = Connection(sock, Proof | Arrived, _MAX_WORD_BYTES)
         shares_memory = sock.family == socket.AF_UNIX
         taken = False
+        self._num_heard += 1
         try:
             async with asyncio.timeout(PATIENCE_S):
                 words = connection.messages()
@@ -157,6 +167,7 @@ class Meeting:
         except (OSError, TimeoutError, WireError, StopAsyncIteration):
             pass  # it is not one of ours, or has gone
         finally:
+            self._num_heard -= 1
             if not taken:
                 connection.close()
 
@@ -187,12 +198,19 @@ class Meeting:
 
 def meet(invitation: Invitation) -> socket.socket:
     """A connection to the controller, once each has proved to the other that it knows the token."""
-    if (sock := _proved(_here(invitation), invitation.token)) is not None:
-        return sock
+    here = _here(invitation)
+    if here is not None and _proved(here, invitation.token) is _Proved.YES:
+        return here
     if not invitation.there:
         raise WorkerError(f"{invitation.name}: the controller is not on this host, and expects nobody from another")
-    if (sock := _proved(_there(invitation), invitation.token)) is not None:
-        return sock
+    for pause_s in _PAUSES_S:
+        there = _there(invitation)
+        proved = _proved(there, invitation.token)
+        if proved is _Proved.YES:
+            return there
+        if proved is _Proved.NO:
+            break
+        time.sleep(pause_s)
     raise WorkerError(f"{invitation.name}: whoever listens at {invitation.there} is not the run's controller")
 
 
@@ -227,19 +245,26 @@ def _there(invitation: Invitation) -> socket.socket:
     return sock
 
 
-def _proved(sock: socket.socket | None, token: bytes) -> socket.socket | None:
-    if sock is None:
-        return None
+class _Proved(Enum):
+    YES = "it knows the token"
+    NO = "it does not"
+    NOT_HEARD = "it hung up before a word: it hears only so many at a time"
+
+
+def _proved(sock: socket.socket, token: bytes) -> _Proved:
+    """Whether it is the controller. If not, the connection is closed."""
+    found = _Proved.NOT_HEARD
     with suppress(OSError, WireError):
         challenge = _receive(sock, FrameReader[Challenge](Challenge, _MAX_WORD_BYTES))
         if challenge is not None:
+            found = _Proved.NO
             proof = prove(token, challenge)
             sock.sendall(frame(proof))
             proven = _receive(sock, FrameReader[Proven](Proven, _MAX_WORD_BYTES))
             if proven is not None and is_proven(token, challenge, proof, proven):
-                return sock
+                return _Proved.YES
     sock.close()
-    return None
+    return found
 
 
 def _receive(sock: socket.socket, frames: FrameReader[A]) -> A | None:

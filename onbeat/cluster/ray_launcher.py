@@ -75,7 +75,13 @@ class Shelf:
             fd = os.dup(snapshot.handle)  # the run may publish the next one meanwhile
             loop = asyncio.get_running_loop()
             self._key, self._object = key, loop.run_in_executor(self._thread, _put, fd, snapshot.num_bytes)
-        return await asyncio.shield(self._object)
+        putting = self._object
+        try:
+            return await asyncio.shield(putting)
+        except Exception:
+            if self._object is putting:  # the next one who asks tries again
+                self._object = None
+            raise
 
     def close(self) -> None:
         self._key = self._object = None
@@ -210,7 +216,15 @@ class RayLauncher:
         except BaseException:
             await asyncio.shield(give_back())
             raise
-        child = self._receive(name, entry, settings, receives, arrival, actor)
+        try:
+            child = self._receive(name, entry, settings, receives, arrival, actor)
+        except BaseException:
+            arrival.connection.close()
+            run.cancel()
+            self._kill(actor)
+            self._actors.discard(actor)
+            await asyncio.shield(give_back())
+            raise
         self._watch(child, arrival, actor, run, give_back)
         return child
 
@@ -299,6 +313,7 @@ class RayLauncher:
             settings=msgspec.msgpack.encode(settings),
             files=small_files(model_dir) if elsewhere and not whole else {},
             model=model_digest(model_dir) if elsewhere and whole else "",
+            run=str(self._log_dir.parent.absolute()) if name.startswith("trainer") else "",
             folder=os.getcwd(),
         )
 

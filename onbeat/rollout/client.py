@@ -55,9 +55,11 @@ class GeneratorProcess:
         self.repeatable = ready.repeatable
         self.row_variance: str | None = None
         """Why this model's rows depend on the batch on this machine; None if the probe found that they do not."""
-        self._expected: tuple[object, int] | None = None
+        self._expected: tuple[object, int, Share] | None = None
         self._answer: asyncio.Future[Staged | Activated] | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._gone: Exception | None = None
+        """Why it answers no more."""
         self.courier: Courier | None = child.courier
         """For weights that go another way than over the connection."""
 
@@ -162,8 +164,7 @@ class GeneratorProcess:
     def stop(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(WorkerError(f"{self.name} has left"))
+        self._answers_no_more(WorkerError(f"{self.name} has left"))
         self._child.connection.close()  # it ends when it sees that
         if self.courier is not None:
             self.courier.stop()
@@ -174,7 +175,9 @@ class GeneratorProcess:
 
     async def _ask(self, order: Stage | Activate, answer: type[R], fds: list[int] | None = None) -> R:
         assert self._answer is None, "one question at a time"
-        self._expected = answer, order.version
+        if self._gone is not None:
+            raise self._gone
+        self._expected = answer, order.version, order.share if isinstance(order, Stage) else WHOLE
         self._answer = asyncio.get_running_loop().create_future()
         try:
             self._child.connection.send(order, fds)
@@ -184,12 +187,18 @@ class GeneratorProcess:
         assert isinstance(reply, answer)
         return reply
 
+    def _answers_no_more(self, why: Exception) -> None:
+        self._gone = self._gone or why
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(why)
+
     def _answered(self, message: Staged | Activated, version: int) -> None:
         """What it said before, it may say again; of a version that was not published it must not speak."""
         if self._expected is None or self._answer is None or self._answer.done():
             return
-        kind, wanted = self._expected
-        if (type(message), version) == (kind, wanted):
+        _, wanted, _ = self._expected
+        share = message.share if isinstance(message, Staged) else WHOLE
+        if (type(message), version, share) == self._expected:
             self._answer.set_result(message)
         elif version > wanted:
             what = f"it answered with a {type(message).__name__} of version {version}"
@@ -223,6 +232,5 @@ class GeneratorProcess:
             raise WorkerError(f"{self.name} died (status {status})", self._child.log_tail())
         except Exception as error:  # whatever it is: nobody else would hear of it, and the pool would wait
             self.kill()
-            if self._answer is not None and not self._answer.done():
-                self._answer.set_exception(error)
+            self._answers_no_more(error)
             events.lost(self.name, error)

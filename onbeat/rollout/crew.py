@@ -197,7 +197,7 @@ class Crew:
         self._accepted_before = self._pool.counts.accepted
         self._deaths += 1
         self._futile = 0 if served else self._futile + 1
-        if self._deaths <= self._max_deaths:
+        if self._deaths <= max(self._max_deaths, self._wanted):  # with a host, all that are on it die at once
             self._adjust()
         elif self._pool.size() or self._num_starting:
             self._warn(f"{self._deaths} generators died one after another; going on with {self._pool.size()}")

@@ -320,6 +320,9 @@ class Pool:
             return
         member.leaves = True
         self._openings.update(member)
+        for key in member.outstanding:
+            if job := self._jobs.get(key):
+                job.holders.pop(worker, None)
         if isinstance(error, NumbersError):
             self.fail(error)
             return
@@ -328,7 +331,6 @@ class Pool:
         self._share_cores()
         for key, owed in member.outstanding.items():
             if job := self._jobs.get(key):
-                job.holders.pop(worker, None)
                 elsewhere = {sample for other in job.holders.values() for sample in other.outstanding[key]}
                 samples = tuple(sample for sample in job.missing if sample in owed - elsewhere)
                 if samples:

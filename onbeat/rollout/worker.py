@@ -19,6 +19,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
+from onbeat.arithmetic import fingerprint
 from onbeat.config import Config
 from onbeat.cores import Threads, generator_threads
 from onbeat.device import load_model, prepare_process
@@ -45,7 +46,6 @@ from onbeat.messages import (
     WorkerSettings,
 )
 from onbeat.pieces import WHOLE, Share
-from onbeat.rollout.arithmetic import fingerprint
 from onbeat.rollout.arriving import DELIVERED, Arriving, delivered
 from onbeat.rollout.engine import Engine, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
@@ -159,7 +159,7 @@ class GeneratorWorker:
 
     def _stage(self, version: int, mapped: Mapped, share: Share = WHOLE) -> None:
         self._staged = (version, mapped)
-        self._channel.send(Staged(version, mapped.digest(share)))
+        self._channel.send(Staged(version, mapped.digest(share), share))
 
     def _share_cores(self) -> None:
         if self._may_change_threads:
@@ -199,6 +199,12 @@ def _decoder(model_dir: str) -> Decode:
     return decode
 
 
+def _number(name: str) -> int:
+    """Of a generator: devices that the trainer's ranks leave are taken in turn."""
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
 def main(
     sock: socket.socket, settings_bytes: bytes, started: Callable[[GeneratorWorker], None] = lambda worker: None
 ) -> None:
@@ -212,7 +218,7 @@ def main(
         def threads(num_generators: int) -> Threads:
             return generator_threads(config.generator.threads, num_generators, cores)
 
-        prepare_process(threads(1).alone)
+        prepare_process(threads(1).alone, config.trainer.ranks + _number(settings.name))
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
         model = load_model(settings.model_dir)

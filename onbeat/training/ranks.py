@@ -59,16 +59,32 @@ class TrainerRanks:
         """Data-parallel ranks that could take a micro-batch, as often as they could."""
         self.num_steps = 0
         """Optimizer steps it was asked for."""
+        self.arithmetic = ""
+        """Of the machines it is on: elsewhere it might compute other bits."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start every rank, from the model or from a checkpoint of any number of ranks."""
         count = self.config.trainer.ranks
-        children = await asyncio.gather(*(self._spawn(rank, checkpoint) for rank in range(count)))
-        ready = await self._meet(children)
+        spawned: dict[int, Child[FromTrainer]] = {}
+
+        async def spawn(rank: int) -> None:
+            spawned[rank] = await self._spawn(rank, checkpoint)
+
+        try:
+            async with asyncio.TaskGroup() as spawning:
+                for rank in range(count):
+                    spawning.create_task(spawn(rank))
+            children = [spawned[rank] for rank in range(count)]
+            ready = await self._meet(children)
+        except BaseException as error:  # one is missing: the others would wait for it for ever
+            for child in spawned.values():
+                child.kill()
+            raise (error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error) from None
         self.ranks = [
             RankClient(child, self._trace, word.why_not_shared, self._works_if(child.name), self._failed)
             for child, word in zip(children, ready, strict=True)
         ]
+        self.arithmetic = ", ".join(sorted({f"{word.arithmetic} by {word.threads} threads" for word in ready}))
         self._free = asyncio.Queue()
         for _ in range(WINDOW):
             for rank in range(self.config.trainer.data_parallel):
@@ -88,7 +104,8 @@ class TrainerRanks:
     def _for_each(self) -> Config:
         """The configuration, with the threads of a rank."""
         trainer = self.config.trainer
-        threads = rank_threads(trainer.threads, trainer.ranks, len(os.sched_getaffinity(0)))
+        reserved = trainer.resources.get("CPU", 0.0) if self.config.cluster.launcher == "ray" else 0.0
+        threads = rank_threads(trainer.threads, trainer.ranks, len(os.sched_getaffinity(0)), reserved)
         return self.config.model_copy(update={"trainer": trainer.model_copy(update={"threads": threads})})
 
     async def _meet(self, children: Sequence[Child[FromTrainer]]) -> list[TrainerReady]:

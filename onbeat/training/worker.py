@@ -19,7 +19,9 @@ import time
 from pathlib import Path
 
 import msgspec
+import torch
 
+from onbeat.arithmetic import fingerprint
 from onbeat.checkpoint import Tensor, write_part
 from onbeat.config import Config, TrainerConfig
 from onbeat.device import prepare_process, synchronize
@@ -131,7 +133,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         if settings.checkpoint is not None:
             trainer.restore(Path(settings.checkpoint))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        channel.send(TrainerReady(num_parameters, trainer.why_not_shared))
+        channel.send(TrainerReady(num_parameters, trainer.why_not_shared, fingerprint(), torch.get_num_threads()))
         TrainerWorker(channel, trainer, Path(settings.model_dir), settings.rank).run()
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))

@@ -25,22 +25,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from onbeat.errors import UnverifiedWeightsError, WorkerError
-from onbeat.patience import Patience
+from onbeat.patience import FIRST_S, Patience
 from onbeat.pieces import WHOLE
 from onbeat.protocols import Generator, GeneratorPool, Snapshot
 
 Phase = Literal["stage", "activate"]
+_SLOWEST_BYTES_PER_S = 50e6
+"""Of a disk or a network that is worth waiting for: a first load has no earlier one to be judged by."""
 
 
 class MemoryChannel:
     def __init__(self, pool: GeneratorPool) -> None:
         self._pool = pool
-        self._patience: defaultdict[tuple[Phase, bool, bool], Patience] = defaultdict(Patience)
+        self._patience: dict[tuple[Phase, bool, bool], Patience] = {}
         """By phase, by whether it is the generator's first load, which takes longer (it is probed), and whether the
         weights travel."""
         self._loaded: set[str] = set()
@@ -111,7 +112,7 @@ class MemoryChannel:
     async def _timed(self, generator: Generator, phase: Phase, work: Awaitable[None]) -> None:
         """Give up who takes many times as long as it usually takes."""
         clock = asyncio.get_running_loop().time
-        patience = self._patience[phase, generator.name in self._loaded, generator.local]
+        patience = self._patience_of(phase, generator)
         began_s, limit_s = clock(), patience.limit_s
         try:
             async with asyncio.timeout(limit_s):  # wait_for would lose a cancellation that comes with the answer
@@ -120,6 +121,14 @@ class MemoryChannel:
             generator.kill()
             raise WorkerError(f"{generator.name} did not load its weights within {limit_s:.0f} s") from None
         patience.paused(clock() - began_s)
+
+    def _patience_of(self, phase: Phase, generator: Generator) -> Patience:
+        kind = phase, generator.name in self._loaded, generator.local
+        if kind not in self._patience:
+            num_bytes = self.current.num_bytes if self.current else 0
+            times = 1 if generator.local else sum(not each.local for each in self._pool.generators)
+            self._patience[kind] = Patience(FIRST_S + times * num_bytes / _SLOWEST_BYTES_PER_S)
+        return self._patience[kind]
 
     def close(self) -> None:
         if self.current is not None:

@@ -358,20 +358,24 @@ class Blocks:
         return self._known[block]
 
 
+def _bear_read_only_memory() -> None:
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch: it need not be
+
+
 class Mapped:
     """A snapshot mapped for reading. Close it before the tensors it yields are forgotten, not while they are used."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        # A private mapping: torch wants writable memory, the seal forbids shared writing; nobody writes.
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         os.close(fd)
+        _bear_read_only_memory()
         _populate(memory, _POPULATE_READ)
         self._memory: mmap.mmap | memoryview = memory
 
     @classmethod
     def over(cls, memory: memoryview) -> Mapped:
         """A snapshot that is in memory already; nobody writes to it."""
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch: it need not be
+        _bear_read_only_memory()
         mapped = cls.__new__(cls)
         mapped._memory = memory
         return mapped

@@ -92,7 +92,7 @@ def scale(run_dir: Path, what: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full
 def test_a_run_goes_on_with_other_ranks_from_the_same_weights(tmp_path: Path) -> None:
-    """2 → 1 → 2 ranks, sharded and not; that the state is the same bits is tests/cluster/test_rank_state.py's."""
+    """2 → 1 → 2 ranks, sharded and not; that the state is the same bits is tests/cluster/test_ranks.py's."""
     train_digests(tmp_path / "run", trainer__ranks=2, trainer__shard=True, checkpoint__every=1)
     before = run_digests(tmp_path / "run")
     for periods, more in ((4, {"trainer.ranks": 1}), (5, {"trainer.ranks": 2})):

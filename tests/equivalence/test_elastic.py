@@ -214,6 +214,24 @@ def test_generators_that_die_one_after_another_end_the_run_with_a_typed_error() 
         run_virtual(main())
 
 
+def test_all_generators_of_a_host_may_die_at_once() -> None:
+    count = MAX_DEATHS + 3
+
+    async def main() -> tuple[Company, list[MicroBatch | UpdateTotals]]:
+        company = Company(seed=1, max_deaths=MAX_DEATHS)
+
+        def lose_the_host() -> None:
+            for generator in company.living:
+                generator.die()
+
+        asyncio.get_running_loop().call_later(5.0, lose_the_host)
+        return company, await company.run(count)
+
+    company, log = run_virtual(main())
+    assert log == CALM
+    assert company.pool.counts.lost_workers >= count
+
+
 def test_deaths_with_completions_between_them_are_forgiven() -> None:
     async def main() -> tuple[Company, list[MicroBatch | UpdateTotals]]:
         company = Company(seed=1, max_deaths=MAX_DEATHS)

@@ -176,7 +176,7 @@ def make_faulty(faults: Faults) -> None:
     def die_half_way(mapped: Mapped, targets: Mapping[str, torch.Tensor]) -> None:
         if num_tensors := faults.has("tensor"):
             for name, tensor in list(mapped._tensors(mapped._places()))[:num_tensors]:
-                targets[name].copy_(tensor)
+                targets[name].data = tensor
             faults.fire()
             os.kill(os.getpid(), signal.SIGKILL)
 

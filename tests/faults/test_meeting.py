@@ -45,7 +45,7 @@ async def received(meeting: Meeting, invitation: Invitation, work: Work) -> tupl
     return arrival, await coming
 
 
-WORK = Work(entry="module:function", settings=b"settings", files={"config.json": b"{}"}, model="", folder="/")
+WORK = Work(entry="module:function", settings=b"settings", files={"config.json": b"{}"}, model="", run="", folder="/")
 
 
 @pytest.mark.parametrize("here", [True, False], ids=["same host", "other host"])
@@ -126,6 +126,53 @@ def test_noise_at_the_meeting_is_refused_and_it_goes_on(monkeypatch: pytest.Monk
         await meeting.close()
 
     run(main())
+
+
+def test_any_number_that_are_expected_are_heard_at_once_beside_strangers_who_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meetings, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(meetings, "_PAUSES_S", (0.0,))
+
+    async def main() -> None:
+        meeting = Meeting()
+        meeting.open("127.0.0.1")
+        invitations = [meeting.invite(f"generator-{number}", "log") for number in range(12)]
+        host, _, port = invitations[0].there.rpartition(":")
+        strangers = [socket.create_connection((host, int(port))) for _ in range(3)]
+        for stranger in strangers:
+            assert await asyncio.to_thread(stranger.recv, 4) != b""  # it is being heard
+        away = [msgspec.structs.replace(invitation, here="nobody") for invitation in invitations]
+        everyone = [await asyncio.to_thread(meet, invitation) for invitation in away]  # none has said who it is yet
+        assert len(everyone) == 12
+        for sock in [*everyone, *strangers]:
+            sock.close()
+        await meeting.close()
+
+    run(main())
+
+
+def test_who_was_not_heard_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "_MAX_STRANGERS", 0)
+    pauses: list[float] = []
+
+    async def main() -> None:
+        meeting = Meeting()
+        meeting.open("127.0.0.1")
+        invitation = msgspec.structs.replace(meeting.invite("generator-0", "log"), here="nobody")
+        expected = meeting._expected.copy()
+        meeting._expected.clear()  # nobody is heard
+
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            meeting._expected.update(expected)
+
+        monkeypatch.setattr(meetings.time, "sleep", pause)
+        (await asyncio.to_thread(meet, invitation)).close()
+        await meeting.close()
+
+    run(main())
+    assert pauses == [meetings._PAUSES_S[0]]
 
 
 def test_without_an_address_nothing_listens_beyond_this_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 import torch
 
+from onbeat import pieces
 from onbeat.admission import Room
 from onbeat.cores import Threads
 from onbeat.errors import UnverifiedWeightsError, WorkerError
@@ -133,9 +135,66 @@ def test_a_generator_with_other_weights_stops_the_run(staged: Any, activated: An
     assert (caught.value.period, caught.value.worker) == (3, "generator-0")
 
 
+def test_a_generator_that_is_gone_is_not_waited_for() -> None:
+    """It died between its two answers, while slower ones were at the first."""
+
+    def behave(channel: Channel[ToGenerator]) -> None:
+        while not isinstance(message := channel.recv(), Stage):
+            pass
+        mapped = snapshot.Mapped(channel.take_fd(), message.num_bytes)
+        channel.send(Staged(message.version, mapped.digest()))
+        channel._sock.close()
+
+    async def main() -> None:
+        gone = asyncio.Event()
+        pool = Pool()
+        pool.on_gone = lambda name, error, served: gone.set()
+        generator = GeneratorProcess(SocketChild(behave), GeneratorReady(ROOM, "arithmetic"))
+        pool.add(generator)
+        fd, num_bytes, digest = snapshot.write(tiny_model("llama").named_parameters())
+        await generator.stage(Snapshot(version=0, digest=digest, num_bytes=num_bytes, handle=fd))
+        await gone.wait()
+        with pytest.raises(WorkerError, match="generator-0 died"):
+            await generator.activate(0)
+        os.close(fd)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_an_answer_that_comes_twice_is_not_taken_for_that_of_another_share() -> None:
+    def behave(channel: Channel[ToGenerator]) -> None:
+        before: list[Staged] = []
+        while (message := channel.recv()) is not None:
+            if isinstance(message, Stage):
+                mapped = snapshot.Mapped(channel.take_fd(), message.num_bytes)
+                for answer in before:
+                    channel.send(answer)
+                before.append(Staged(message.version, mapped.digest(message.share), message.share))
+                channel.send(before[-1])
+
+    async def main() -> None:
+        pool = Pool()
+        generator = GeneratorProcess(SocketChild(behave), GeneratorReady(ROOM, "arithmetic"))
+        pool.add(generator)
+        many_pieces = torch.arange(3 * pieces._SMALLEST_BYTES, dtype=torch.uint8)
+        fd, num_bytes, digest = snapshot.write([("weights", many_pieces)])
+        published = Snapshot(version=0, digest=digest, num_bytes=num_bytes, handle=fd)
+        for share in ((1, 3), (1, 2), WHOLE):
+            await generator.stage(published, share)
+        generator.stop()
+        os.close(fd)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def own_model() -> Any:
+    """Which nobody else computes with: a worker's weights come to be memory of others, where nothing can be written."""
+    return copy.deepcopy(tiny_model("llama"))
+
+
 def worker_and_peer() -> tuple[GeneratorWorker, Channel[Any]]:
     ours, theirs = socket.socketpair()
-    worker = GeneratorWorker(Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30)
+    worker = GeneratorWorker(Channel(theirs, ToGenerator), own_model(), capacity=8, cache_bytes=1 << 30)
     return worker, Channel(ours, FromGenerator)
 
 
@@ -166,7 +225,7 @@ def test_the_worker_tells_its_first_token_of_a_version_and_how_many_there_are() 
     ours.settimeout(60)
     ticks = itertools.count()
     worker = GeneratorWorker(
-        Channel(theirs, ToGenerator), tiny_model("llama"), capacity=8, cache_bytes=1 << 30,
+        Channel(theirs, ToGenerator), own_model(), capacity=8, cache_bytes=1 << 30,
         clock=lambda: float(next(ticks)),
     )  # fmt: skip
     peer: Channel[FromGenerator] = Channel(ours, FromGenerator)
@@ -201,7 +260,7 @@ def test_the_worker_leaves_cores_to_a_trainer_that_works_if_its_bits_do_not_depe
         ours, theirs = socket.socketpair()
         worker = GeneratorWorker(
             Channel(theirs, ToGenerator),
-            tiny_model("llama"),
+            own_model(),
             capacity=8,
             cache_bytes=1 << 30,
             threads=lambda num_generators: Threads(2, 1),

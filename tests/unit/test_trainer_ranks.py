@@ -35,6 +35,9 @@ REPORT = UpdateReport(
 )  # fmt: skip
 
 
+READY = TrainerReady(1, None, arithmetic="digest", threads=1)
+
+
 class FakeRank:
     """A child that answers as soon as it is let."""
 
@@ -54,13 +57,13 @@ class FakeRank:
         if settings.num_ranks > 1 and settings.rank == 0:
             self._words.put_nowait(Listening("here:1"))
         if settings.num_ranks == 1:
-            self._words.put_nowait(TrainerReady(1, None))
+            self._words.put_nowait(READY)
 
     def send(self, message: Any, fds: list[int] | None = None) -> None:
         self.told.append(message)
         match message:
             case Meet():
-                self._words.put_nowait(TrainerReady(1, None))
+                self._words.put_nowait(READY)
             case Accumulate(microbatch=microbatch):
                 self._words.put_nowait(Accumulated(microbatch.index, 0.0, 0.0))
             case Step():
@@ -134,6 +137,35 @@ def run(check: Callable[[TrainerRanks, list[FakeRank]], Coroutine[Any, Any, None
             await asyncio.wait_for(check(ranks, launcher.children), 10)
         finally:
             ranks.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("when", ["it is started", "it has started"])
+def test_if_a_rank_is_missing_the_others_are_ended_and_its_reason_is_told(when: str) -> None:
+    class Failing(FakeLauncher):
+        async def spawn(self, *, name: str, entry: str, settings: Any, receives: object, uses_torch: bool) -> Any:
+            if settings.rank == 1 and when == "it is started":
+                await asyncio.sleep(0)  # the others are there already
+                raise WorkerError("no place for trainer-1")
+            child = await super().spawn(
+                name=name, entry=entry, settings=settings, receives=receives, uses_torch=uses_torch
+            )
+            if settings.rank == 1:
+                child.die()
+            return child
+
+    async def main() -> None:
+        launcher = Failing()
+
+        def settings(name: str, checkpoint: Path | None, config: Config) -> WorkerSettings:
+            return WorkerSettings(config=config.model_dump_json(), model_dir="", name=name)
+
+        ranks = TrainerRanks(config_of(ranks=3), launcher, settings, lambda *span: None)  # type: ignore[arg-type]
+        with pytest.raises(WorkerError, match="trainer-1"):
+            await asyncio.wait_for(ranks.start(None), 10)
+        assert len(launcher.children) == (2 if when == "it is started" else 3)
+        assert all(child.killed for child in launcher.children)
 
     asyncio.run(main())
 

@@ -202,7 +202,7 @@ class VllmWorker:
             self._staging.close()
             self._staging = None
         self._staging = await asyncio.to_thread(Staging, version, fd, num_bytes, share)
-        self._connection.send(Staged(version, self._staging.digest))
+        self._connection.send(Staged(version, self._staging.digest, share))
 
     async def _receive(self, group: str, num_bytes: int) -> int:
         """Have the server's workers take a snapshot from the group; returns the descriptor of where it is now."""
