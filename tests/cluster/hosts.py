@@ -138,7 +138,15 @@ class Network:
         self._number = secrets.randbelow(200) + 20
         self._away: list[Host] = []
         self.home = Host(self, "home", self._address(1))
-        ip("-n", self.home.namespace, "addr", "add", f"{self.home.address}/32", "dev", "lo")
+        self._give_home_an_interface()
+
+    def _give_home_an_interface(self) -> None:
+        """Of its own: torch.distributed binds to one, and takes the first address it has."""
+        home = self.home.namespace
+        ip("-n", home, "link", "add", "eth0", "type", "veth", "peer", "other-end")
+        ip("-n", home, "addr", "add", f"{self.home.address}/32", "dev", "eth0")
+        for end in ("eth0", "other-end"):
+            ip("-n", home, "link", "set", end, "up")
 
     def _address(self, number: int) -> str:
         return f"10.77.{self._number}.{number}"

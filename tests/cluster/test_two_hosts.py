@@ -157,3 +157,29 @@ def test_a_trainer_on_another_host_gives_the_same_bits(
     code, _, errors = run.finish(timeout_s=300)
     assert code == 0, errors
     assert run_digests(tmp_path / "run") == local
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", [False, True], ids=["replicated", "sharded"])
+def test_a_trainer_whose_ranks_are_on_two_hosts_gives_the_bits_of_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: bool
+) -> None:
+    """Gradients, gathered weights and rank 1's pieces of a snapshot go over the network."""
+    for name, value in RAY_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    two_ranks = {"trainer__ranks": 2, "trainer__shard": shard, "schedule__periods": 30}
+    local = train_digests(tmp_path / "local", **two_ranks)
+    (tmp_path / "network").mkdir()
+    network = Network(tmp_path / "network", hidden=[], models=True)
+    try:
+        network.home.start_ray('{"generate": 1, "train": 1}')
+        network.add_host().start_ray('{"train": 1}')
+        run = start(tmp_path / "run", network, **two_ranks | {"trainer__shard": str(shard).lower()})
+        run.wait_for_period(1)
+        hosts = {os.readlink(f"/proc/{run.pid_of(f'trainer-{rank}')}/ns/net") for rank in range(2)}
+        code, _, errors = run.finish(timeout_s=300)
+    finally:
+        network.remove()
+    assert code == 0, errors
+    assert len(hosts) == 2, "both ranks were placed on one host"
+    assert run_digests(tmp_path / "run") == local
