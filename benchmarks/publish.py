@@ -30,7 +30,7 @@ from onbeat.session import open_session
 from onbeat.training.ranks import TrainerRanks
 
 COUNTS = (1, 2, 4)
-REPEATS = 7
+REPEATS = 15
 NOT_COUNTED = 2
 
 

@@ -34,17 +34,20 @@ import math
 import mmap
 import os
 import warnings
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from onbeat import pieces
 from onbeat.boxes import Grid, Held, Sharding
-from onbeat.pieces import WHOLE, Share, WhileWriting
+from onbeat.pieces import WHOLE, Share
 
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _ALIGN = 64
 _LENGTH_BYTES = 8
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -92,13 +95,13 @@ class SnapshotWriter:
         plan = _Plan((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in contents)
         block = self._free_block(plan.size)
         plan.write_table(block.memory)
-        with memoryview(block.memory) as memory:
-            digest = WhileWriting(memory)
-            for name, tensor in contents:
-                _write(plan.view(block.memory, name), tensor, plan.begin(name), digest)
-            whole = digest.whole()
-            del digest
-        return os.dup(block.fd), plan.size, whole
+        there = []
+        for name, tensor in contents:
+            if tensor.device.type == "cpu":
+                there.append((plan.begin(name), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            else:
+                plan.view(block.memory, name).copy_(tensor)
+        return os.dup(block.fd), plan.size, _written(block.memory, there)
 
     def _free_block(self, size: int) -> _Block:
         if len(self._blocks) == 2 and self._blocks[0].size == size:
@@ -322,16 +325,23 @@ class _Plan:
         return self._start + self.places[name].offset
 
 
-def _write(view: torch.Tensor, tensor: torch.Tensor, begin: int, digest: WhileWriting) -> None:
-    """Copy the tensor to its place in the block, and tell the digest how far we are."""
-    num_bytes = view.numel() * view.element_size()
-    if tensor.device.type != "cpu":
-        view.copy_(tensor)
-        digest.written_to(begin + num_bytes)
-        return
-    to, come = (each.contiguous().reshape(-1).view(torch.uint8).numpy() for each in (view, tensor))
-    for start, end in digest.chunks(begin, begin + num_bytes):
-        to[start - begin : end - begin] = come[start - begin : end - begin]  # faster than torch's copy, by one thread
+def _written(memory: mmap.mmap, contents: Sequence[tuple[int, Bytes]]) -> str:
+    """Copy each to its place, in the order of places; the digest of the whole memory, taken on the way."""
+    contents = [each for each in contents if len(each[1])]
+    begins = [begin for begin, _ in contents]
+    to = np.frombuffer(memory, np.uint8)
+
+    def write(start: int, end: int) -> None:
+        number = max(0, bisect_right(begins, start) - 1)
+        while number < len(contents) and begins[number] < end:
+            begin, content = contents[number]
+            first, last = max(start, begin), min(end, begin + len(content))
+            if first < last:
+                to[first:last] = content[first - begin : last - begin]
+            number += 1
+
+    with memoryview(memory) as view:
+        return pieces.digest(view, write=write)
 
 
 def _digest(memory: mmap.mmap | memoryview, share: Share = WHOLE) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat import pieces
-from onbeat.pieces import WhileWriting, digest, of_share, piece_bytes
+from onbeat.pieces import digest, of_share, piece_bytes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,21 +44,36 @@ def test_a_change_of_any_byte_changes_the_share_it_falls_to(size: int, seed: int
     assert digest(memoryview(content), share) != of_share(before, share)
 
 
-@given(size=st.integers(1, 2000), seed=st.integers(0, 100))
-def test_it_can_be_taken_while_the_memory_is_written(size: int, seed: int) -> None:
-    """Some of it in chunks, some at once, some not at all (it was there before)."""
-    rng = random.Random(seed)
-    content = rng.randbytes(size)
+@given(size=st.integers(1, 2000), count=st.integers(1, 3))
+def test_what_is_written_on_the_way_is_in_it_and_every_byte_is_asked_for_once(size: int, count: int) -> None:
+    content = random.Random(size).randbytes(size)
     written = bytearray(size)
-    taken = WhileWriting(memoryview(written))
-    ends = sorted({rng.randrange(size + 1) for _ in range(5)})
-    for start, end in zip([0, *ends], [*ends, size], strict=True):
-        if rng.random() < 0.5:
-            for first, last in taken.chunks(start, end):
-                written[first:last] = content[first:last]
-        else:
-            written[start:end] = content[start:end]
-    assert taken.whole() == digest(memoryview(content))
+    asked: list[tuple[int, int]] = []
+
+    def write(start: int, end: int) -> None:
+        asked.append((start, end))
+        written[start:end] = content[start:end]
+
+    for which in range(count):
+        found = digest(memoryview(written), (which, count), write)
+        assert found == of_share(digest(memoryview(content)), (which, count))
+    assert [byte for start, end in sorted(asked) for byte in range(start, end)] == list(range(size))
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_it_does_not_depend_on_the_number_of_cores(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = memoryview(random.Random(0).randbytes(2000))
+    expected = [digest(memory), digest(memory, (1, 3))]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert [digest(memory), digest(memory, (1, 3))] == expected
+
+
+def test_a_write_that_fails_is_told() -> None:
+    def write(start: int, end: int) -> None:
+        raise OSError("no more memory")
+
+    with pytest.raises(OSError, match="no more memory"):
+        digest(memoryview(bytearray(500)), write=write)
 
 
 def test_a_large_memory_has_no_more_pieces_than_it_may() -> None:
