@@ -37,6 +37,7 @@ import warnings
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -92,13 +93,13 @@ class SnapshotWriter:
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
         """Copy the tensors. Returns (descriptor, size, digest); the caller closes the descriptor."""
         contents = [(name, tensor.detach()) for name, tensor in tensors]
-        plan = _Plan((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in contents)
+        plan = _planned(tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in contents))
         block = self._free_block(plan.size)
         plan.write_table(block.memory)
         there = []
         for name, tensor in contents:
             if tensor.device.type == "cpu":
-                there.append((plan.begin(name), tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                there.append((plan.begin(name), tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
             else:
                 plan.view(block.memory, name).copy_(tensor)
         return os.dup(block.fd), plan.size, _written(block.memory, there)
@@ -325,6 +326,10 @@ class _Plan:
         return self._start + self.places[name].offset
 
 
+_planned = lru_cache(1)(_Plan)
+"""The same as before, as long as the tensors are of the same sizes."""
+
+
 def _written(memory: mmap.mmap, contents: Sequence[tuple[int, Bytes]]) -> str:
     """Copy each to its place, in the order of places; the digest of the whole memory, taken on the way."""
     contents = [each for each in contents if len(each[1])]
@@ -375,6 +380,8 @@ def _bear_read_only_memory() -> None:
 class Mapped:
     """A snapshot mapped for reading. Close it before the tensors it yields are forgotten, not while they are used."""
 
+    _views: tuple[bytes, dict[str, torch.Tensor]] | None = None
+
     def __init__(self, fd: int, num_bytes: int) -> None:
         memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         os.close(fd)
@@ -422,11 +429,11 @@ class Mapped:
                 target.copy_(tensor)
 
     def _pairs(self, targets: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        places = self._places()
-        if places.keys() != targets.keys():
-            odd = sorted(places.keys() ^ targets.keys())[:3]
+        found = self._seen()
+        if found.keys() != targets.keys():
+            odd = sorted(found.keys() ^ targets.keys())[:3]
             raise ValueError(f"the snapshot and the model do not have the same tensors: {odd} …")
-        for name, tensor in self._tensors(places):
+        for name, tensor in found.items():
             target = targets[name]
             if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):  # copy_ would convert without a word
                 raise ValueError(
@@ -434,6 +441,13 @@ class Mapped:
                     f"{target.dtype} {tuple(target.shape)} in the model"
                 )
             yield target, tensor
+
+    def _seen(self) -> dict[str, torch.Tensor]:
+        """The views; the same ones while the table is the same."""
+        table = bytes(self._memory[: self._start()])
+        if self._views is None or self._views[0] != table:
+            self._views = table, self.tensors()
+        return self._views[1]
 
     def _places(self) -> dict[str, _Place]:
         length = int.from_bytes(self._memory[:_LENGTH_BYTES], "little")
@@ -449,6 +463,7 @@ class Mapped:
             yield name, _view(self._memory, place, start)
 
     def close(self) -> None:
+        self._views = None
         with contextlib.suppress(BufferError):  # a traceback may hold a view still: its end frees the memory
             if isinstance(self._memory, memoryview):
                 self._memory.release()
