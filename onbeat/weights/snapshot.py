@@ -21,7 +21,8 @@ Of weights that are spread over ranks, each rank writes the pieces that fall to 
       waits for all ◀────────────────────────────────┘
       digest
 
-The bytes are those that one rank would write. No rank has more of the weights than its own pieces and a bucket.
+The bytes are those that one rank would write. No rank has more of the weights in memory of its own than its pieces and
+a bucket; the block is on rank 0's host.
 """
 
 from __future__ import annotations
