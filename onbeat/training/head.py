@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from onbeat.device import as_given, product_dtype
 from onbeat.training.gradients import add, add_product
 
-CHUNK_BYTES = 64 << 20
-"""Of logits at a time."""
-
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 512 << 20
 """So much may stay from forward to backward; a larger micro-batch, where memory is short, computes its logits twice."""
+
+CHUNK_BYTES = 64 << 20
+SMALL_CHUNK_BYTES = 32 << 20
+"""Of logits at a time; of those that do not stay."""
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -166,7 +167,8 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def _chunks(num_rows: int, vocabulary: int, element_bytes: int) -> list[slice]:
     """Equal chunks of rows: a function of the sizes alone."""
-    largest = max(16, CHUNK_BYTES // (vocabulary * element_bytes))
+    row_bytes = vocabulary * element_bytes
+    largest = max(16, (CHUNK_BYTES if num_rows * row_bytes <= KEPT_BYTES else SMALL_CHUNK_BYTES) // row_bytes)
     count = -(-num_rows // largest)
     step = -(-num_rows // max(1, count))
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, max(1, step))]
