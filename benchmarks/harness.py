@@ -211,10 +211,11 @@ class Results:
         self._content["results"].append(result)
         return result
 
-    def expect(self, cell: Cell, contender: Contender) -> Figures:
-        """What there is of the contender; runs of other code or with other settings are forgotten."""
+    def expect(self, cell: Cell, contender: Contender, jobs: Sequence[Figures] = ({},)) -> Figures:
+        """What there is of the contender; runs of other code, settings or jobs are forgotten."""
         result = self.of(cell, contender.name)
-        now = {"settings": contender.described, "sources": sources(contender.script)}
+        asked = hashlib.sha256(json.dumps(jobs[0], sort_keys=True).encode()).hexdigest()[:16]
+        now = {"settings": contender.described, "sources": sources(contender.script), "job": asked}
         if any(result.get(name) != value for name, value in now.items()):
             result |= now | {"code": code(), "runs": []}
         return result
@@ -251,7 +252,7 @@ def take_turns(
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
     start and to come up with something."""
-    missing = [c for c in contenders if len(results.expect(cell, c)["runs"]) < min(len(jobs), c.repeats)]
+    missing = [c for c in contenders if len(results.expect(cell, c, jobs)["runs"]) < min(len(jobs), c.repeats)]
     running: dict[str, Running] = {}
     try:
         for contender in missing:

@@ -39,4 +39,11 @@ def _digest() -> str:
     mask = torch.arange(64) < 41
     attended = F.scaled_dot_product_attention(query, keys, keys.flip(2), attn_mask=mask[None], enable_gqa=True)
     digest.update(attended.numpy().tobytes())
+    for rows in (1, 4, 24):
+        digest.update(torch.bmm(_values(6, rows, 64), _values(6, 64, 77)).numpy().tobytes())
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # what the engine packs layers for
+        packed = torch.ops.mkldnn._reorder_linear_weight(_values(1000, 576), 32)
+        for rows in (4, 33):
+            found = torch.ops.mkldnn._linear_pointwise(_values(rows, 576), packed, None, "none", [], "")
+            digest.update(found.numpy().tobytes())
     return digest.hexdigest()[:32]

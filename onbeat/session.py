@@ -240,12 +240,14 @@ def tell_dropped(dropped: list[str], limit: int, file: Path, warn: Callable[[str
 
 
 def sampling_of(config: Config, codec: Codec) -> Sampling:
+    """A stop string that is a special token is found by its number: it is not in the text."""
+    special = {text: token for text in config.sampling.stop if (token := codec.special_token(text)) is not None}
     return Sampling(
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
-        stop_token_ids=codec.stop_token_ids,
+        stop_token_ids=tuple(dict.fromkeys([*codec.stop_token_ids, *special.values()])),
         seed=config.seed,
-        stop=config.sampling.stop,
+        stop=tuple(text for text in config.sampling.stop if text not in special),
     )
 
 

@@ -52,6 +52,7 @@ def nothing_elided(sock: socket.socket, settings: bytes) -> None:
         def open_period(self) -> None:
             super().open_period()
             self.before_step()  # it keeps the weights, and says that they may have moved since
+            self.at_start = False
 
     trainer.TriModel = Always
     worker.main(sock, settings)

@@ -35,14 +35,18 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """From the moment the first version was published, when starting is over, to the end of the last update."""
+    """From the end of the first update, when its weights begin to be published, to the end of the last one; of a single
+    update, from the moment its weights were published."""
     events = json.loads((run_dir / "trace.json").read_text())
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans: list[Span] = [(lanes[e["pid"]], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if e["ph"] == "X"]
-    began_s = min(end for lane, _, end in spans if lane == "publish")
+    published = sorted((begin, end) for lane, begin, end in spans if lane == "publish")
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    began_s = published[0][1]
+    if len(metrics) > 1:
+        began_s, metrics = published[1][0], metrics[1:]
     ended_s = max(end for lane, _, end in spans if lane.startswith("trainer"))
     seconds = ended_s - began_s
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "seconds": seconds,
         "periods": len(metrics),
@@ -51,7 +55,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
         "zero_variance_share": sum(record["zero_variance_share"] for record in metrics) / len(metrics),
         "generators_waiting_s": seconds - length(of_lane(spans, "generator", began_s, ended_s)),
         "trainer_waiting_s": seconds - length(of_lane(spans, "trainer", began_s, ended_s)),
-        "publishing_s": sum(end - begin for lane, begin, end in spans if lane == "publish" and begin >= began_s),
+        "publishing_s": sum(end - begin for begin, end in published if began_s <= begin < ended_s),
     }
 
 

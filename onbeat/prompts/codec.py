@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from onbeat.admission import positions
 from onbeat.errors import InputError
 from onbeat.types import Messages
 
@@ -68,8 +69,12 @@ class Codec:
     @cached_property
     def max_positions(self) -> int | None:
         """How long a sequence the model can see; None if it does not say."""
-        found = _json(self._dir / "config.json").get("max_position_embeddings")
-        return found if isinstance(found, int) else None
+        return positions(_json(self._dir / "config.json"))
+
+    def special_token(self, text: str) -> int | None:
+        """The token that stands for this text and leaves no text behind; None if there is none."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((token for token, known in added.items() if known.special and known.content == text), None)
 
     @cached_property
     def _special_tokens(self) -> dict[str, str]:

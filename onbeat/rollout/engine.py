@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec import structs
 
-from onbeat.admission import MIN_ROWS, Room, cache_tokens, needs
+from onbeat.admission import MIN_ROWS, Room, cache_tokens, needs, positions
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.lora import some_addition, with_values
@@ -123,7 +123,15 @@ def why_not_decodable(model: Any) -> str | None:
 
 
 class Engine:
-    def __init__(self, model: Any, max_sequences: int, cache_bytes: int = 4 << 30, decode: Decode = no_text) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_sequences: int,
+        cache_bytes: int = 4 << 30,
+        decode: Decode = no_text,
+        stand_ins: list[StandIn] | None = None,
+    ) -> None:
+        """`stand_ins` are those of the model's weights, if there are any already."""
         if (reason := why_not_decodable(model)) is not None:
             raise InputError(reason)
         model.set_attn_implementation(ATTENTION)
@@ -131,12 +139,16 @@ class Engine:
         self._decode = decode
         self._shape = CacheShape.of(model)
         per_token = self._shape.bytes_per_token
-        self.room = Room(max_sequences=max_sequences, cache_tokens=cache_bytes // per_token, bytes_per_token=per_token)
+        config = model.config.get_text_config()
+        self.room = Room(
+            max_sequences=max_sequences, cache_tokens=cache_bytes // per_token, bytes_per_token=per_token,
+            max_positions=positions(config.to_dict()), vocabulary=config.vocab_size,
+        )  # fmt: skip
         self._queue: deque[GroupRequest] = deque()
         self._groups: list[_Group] = []
         """Admitted, in that order."""
         self._version = -1
-        self._stand_ins: list[StandIn] | None = None
+        self._stand_ins = stand_ins
         """With the weights of the current version; None until they are needed."""
         self.num_tokens = 0
         """Sampled since the engine was made."""
@@ -193,10 +205,12 @@ class Engine:
         """What the coming forward does: chunks of prompts, and groups that get a token."""
         decoding = [group for group in self._groups if group.decoding]
         budget = PREFILL_TOKENS if decoding else PREFILL_TOKENS_ALONE
-        chunks = []
+        chunks: list[tuple[_Group, Chunk]] = []
         for group in self._groups:
-            while not group.decoding and budget > 0:
+            while not group.decoding:
                 chunk = group.next_chunk()
+                if chunk.num_tokens > budget:
+                    return chunks, decoding
                 chunks.append((group, chunk))
                 budget -= chunk.num_tokens
                 group.prefilled = chunk.last
@@ -310,8 +324,10 @@ def _probe(model: Any, other_threads: Sequence[int]) -> Invariance:
         for slot, prompt in enumerate(prompts)
     ]
 
+    others = stand_ins(model)
+
     def run(batch: list[GroupRequest]) -> dict[tuple[int, int], Completion]:
-        engine = Engine(model, max_sequences=7 * len(batch))
+        engine = Engine(model, max_sequences=7 * len(batch), stand_ins=others)
         for request in batch:
             engine.add(request)
         found = {}

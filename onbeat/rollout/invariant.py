@@ -25,8 +25,9 @@ import torch
 from transformers import activations
 
 _EXPECTED_ROWS = 32
-NARROW = 128
-"""Columns below which a linear layer is packed: enough for ten threads, and for LoRA's usual ranks."""
+NARROW = 512
+"""Columns up to which a linear layer is packed: enough for forty threads, and for LoRA's usual ranks. Not by the number
+of threads there are: machines must agree."""
 
 
 class Packed:
@@ -75,7 +76,7 @@ def stand_ins(model: Any) -> list[StandIn]:
         return []
     found = []
     for layer in model.modules():
-        if type(layer) is torch.nn.Linear and (layer.out_features < NARROW or _is_wide(layer)):
+        if type(layer) is torch.nn.Linear and (layer.out_features <= NARROW or _is_wide(layer)):
             found.append(StandIn(layer, Packed(layer)))
         elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
             found.append(StandIn(layer, activation))

@@ -11,8 +11,9 @@ a generator serving a new version) ends in `_dispatch`, which hands out what now
 with the number of generators: who has room is kept by rows free (`_Openings`), who works at a group with the group.
 
 Who waits for whom: a harvest's reader waits for groups; nobody else waits. What bounds the queues: `waiting` by the
-prompts of the open periods; a generator's inbox by its rows, since a group is sent only when the rows it needs are
-free. Strictly the lowest slot first: if it fits nowhere, nothing overtakes it.
+prompts of the open periods; a generator's inbox by its rows and one group: a group is sent when the rows it needs are
+free, or, while there is plenty for everybody, one ahead of that, so that rows are not empty for the time of a message.
+Strictly the lowest slot first: if it fits nowhere, nothing overtakes it.
 
 When a generator dies, samples it has not delivered are sent again, from their first token, to another; samples it
 delivered are kept. When it speaks twice or late, the message is dropped and counted. When it answers from another
@@ -89,7 +90,7 @@ class _Job:
 class _Member:
     generator: Generator
     free: int
-    """Rows not promised to any group."""
+    """Rows not promised to any group; below 0, so many are promised that are not free yet."""
     serves: int | None = None
     """The verified version it may serve."""
     leaves: bool = False
@@ -140,25 +141,22 @@ class _Openings:
         if not member.outstanding:
             self._idle[member.name] = member
 
-    def for_request(self, request: GroupRequest) -> Iterator[_Member]:
-        """Who could take it now, the most rows first."""
+    def for_request(self, request: GroupRequest, *, ahead: bool) -> Iterator[_Member]:
+        """Who could take it now, the most rows first; `ahead`: and who has nothing that waits for its rows."""
+        rows = 0 if ahead else len(request.samples)
         for free in sorted(self._by_free, reverse=True):
-            if free < len(request.samples):
+            if free < rows:
                 return
             yield from _able(self._by_free[free], request)
 
     def idle(self, request: GroupRequest) -> Iterator[_Member]:
-        """Of them, who has nothing to do."""
-        return _able(self._idle, request)
+        """Who could take it now, and has nothing to do."""
+        return (member for member in _able(self._idle, request) if member.free >= len(request.samples))
 
 
 def _able(members: dict[str, _Member], request: GroupRequest) -> Iterator[_Member]:
     for member in members.values():
-        if (
-            member.serves == request.period
-            and member.free >= len(request.samples)
-            and member.generator.why_never(request) is None
-        ):
+        if member.serves == request.period and member.generator.why_never(request) is None:
             yield member
 
 
@@ -481,7 +479,8 @@ class Pool:
             if _key(request) not in self._jobs:  # its period closed, or somebody thought dead answered after all
                 heapq.heappop(self._waiting)
                 continue
-            candidate = next(self._openings.for_request(request), None)
+            plenty = len(self._waiting) >= len(self._members)
+            candidate = next(self._openings.for_request(request, ahead=plenty), None)
             if candidate is None:
                 return
             heapq.heappop(self._waiting)

@@ -21,7 +21,7 @@ from onbeat.training.head import head_logprobs
 from onbeat.training.parallel import ShardRoot
 from onbeat.types import TrainGroup
 
-_ATTENDING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENDING_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class PromptState:

@@ -24,8 +24,7 @@ KEPT_BYTES = 512 << 20
 """So much may stay from forward to backward; a larger micro-batch, where memory is short, computes its logits twice."""
 
 CHUNK_BYTES = 64 << 20
-SMALL_CHUNK_BYTES = 32 << 20
-"""Of logits at a time; of those that do not stay."""
+"""Of logits at a time."""
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -167,8 +166,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def _chunks(num_rows: int, vocabulary: int, element_bytes: int) -> list[slice]:
     """Equal chunks of rows: a function of the sizes alone."""
-    row_bytes = vocabulary * element_bytes
-    largest = max(16, (CHUNK_BYTES if num_rows * row_bytes <= KEPT_BYTES else SMALL_CHUNK_BYTES) // row_bytes)
+    largest = max(16, CHUNK_BYTES // (vocabulary * element_bytes))
     count = -(-num_rows // largest)
     step = -(-num_rows // max(1, count))
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, max(1, step))]

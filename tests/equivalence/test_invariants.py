@@ -360,3 +360,29 @@ def test_with_a_kl_groups_without_advantage_are_left_out_before_the_first_update
     trainer, _, _ = run_virtual(run)
     assert trainer.slots(0) == [1, 2, 4, 5, *range(6, 12)]
     assert trainer.slots(1) == list(range(12))
+
+
+def test_while_there_is_plenty_a_generator_has_one_group_ahead_of_its_rows() -> None:
+    """Rows that get free are filled at once, without a word from the controller; the last groups wait for whoever is
+    first."""
+
+    async def main() -> None:
+        pool = Pool()
+        workers = [generator("generator-0"), generator("generator-1")]
+        for worker in workers:
+            worker.hang()  # it takes what it gets
+            worker.version = 0
+            pool.add(worker)
+            pool.serves(worker.name, 0)
+        harvest = pool.open("train", 0)
+        for slot in range(8):
+            harvest.submit(
+                GroupRequest(
+                    stream="train", period=0, slot=slot, samples=tuple(range(6)), token_ids=(1, 2), sampling=SAMPLING
+                )
+            )
+        assert [worker.slots for worker in workers] == [[0, 2], [1, 3]]
+        assert len(pool._waiting) == 4
+        harvest.close()
+
+    run_virtual(main())

@@ -215,7 +215,6 @@ def test_shared_equals_plain_however_the_head_is_chunked_and_whether_or_not_its_
 ) -> None:
     monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
     monkeypatch.setattr(head, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(head, "SMALL_CHUNK_BYTES", chunk_bytes)
     with all_in_float64():
         check_forms(copy.deepcopy(tiny_model("gemma3")).double(), groups, max_tokens, tolerance=1e-9)
 
@@ -300,7 +299,6 @@ def test_the_chunked_head_equals_log_softmax_over_all_logits(
     seed: int, num_rows: int, bias: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(head, "SMALL_CHUNK_BYTES", chunk)
     torch.manual_seed(seed)
     linear = torch.nn.Linear(16, 50, bias=bias).double()
     hidden = torch.randn(num_rows, 16, dtype=torch.float64, requires_grad=True)

@@ -15,6 +15,8 @@ from onbeat.errors import InputError
 from onbeat.prompts.codec import Codec
 from onbeat.prompts.rows import Row
 from onbeat.prompts.source import PromptCursor, encode_rows
+from onbeat.recipe import from_tree
+from onbeat.session import sampling_of
 from onbeat.types import Prompt
 
 # Tokens, as transformers has them
@@ -301,3 +303,26 @@ def test_seeds_and_epochs_differ_in_their_order() -> None:
 
 def test_without_shuffling_the_rows_come_as_they_are_and_again() -> None:
     assert order(PromptCursor(numbered(3), seed=1, shuffle=False), [2, 5]) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_special_token_is_found_by_its_text_and_no_other_text_is(codec: Codec, theirs: Any) -> None:
+    text = theirs.eos_token
+    assert codec.special_token(text) == theirs.eos_token_id
+    assert codec.special_token("hello") is None
+    assert codec.special_token(text[:-1]) is None
+
+
+def test_a_stop_string_that_is_a_special_token_stops_by_its_number(codec: Codec, theirs: Any) -> None:
+    """It leaves no text behind in which it could be found."""
+    config = from_tree(
+        {
+            "model": {"path": "unused"},
+            "data": {"path": "unused.jsonl"},
+            "reward": {"functions": [{"path": "exact_match"}]},
+            "sampling": {"stop": ["\n\n", theirs.bos_token, theirs.eos_token]},
+        }
+    )
+    sampling = sampling_of(config, codec)
+    assert sampling.stop == ("\n\n",)
+    assert {theirs.bos_token_id, theirs.eos_token_id} <= set(sampling.stop_token_ids)
+    assert len(set(sampling.stop_token_ids)) == len(sampling.stop_token_ids)
