@@ -142,7 +142,7 @@ class Crew:
 
     def _adjust(self) -> None:
         """Start or retire until there are as many as wanted."""
-        while len(self._ours) + self._num_starting < self._wanted:
+        while len(self._ours) + self._num_starting < self._wanted and not self._too_many_died:
             self._num_starting += 1
             self._spawn(self._start_one(self._name()))
         while len(self._ours) > max(self._wanted, 0):
@@ -180,6 +180,11 @@ class Crew:
             self._pool.lost(generator.name, problem)
         self._pool.check_who_is_left()
 
+    @property
+    def _too_many_died(self) -> bool:
+        """One after another, with nothing done between; with a host, all that are on it die at once."""
+        return self._deaths > max(self._max_deaths, self._wanted)
+
     def _gone(self, name: str, error: Exception | None, served: bool) -> None:
         if name in self._ours:
             self._ours.remove(name)
@@ -197,7 +202,7 @@ class Crew:
         self._accepted_before = self._pool.counts.accepted
         self._deaths += 1
         self._futile = 0 if served else self._futile + 1
-        if self._deaths <= max(self._max_deaths, self._wanted):  # with a host, all that are on it die at once
+        if not self._too_many_died:
             self._adjust()
         elif self._pool.size() or self._num_starting:
             self._warn(f"{self._deaths} generators died one after another; going on with {self._pool.size()}")

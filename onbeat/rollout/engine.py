@@ -317,7 +317,8 @@ def _probe(model: Any, other_threads: Sequence[int]) -> Invariance:
     threads = torch.get_num_threads()
     vocabulary = model.config.get_text_config().vocab_size
     sampling = Sampling(temperature=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
-    lengths = (1, 3, 12, 40, CHUNK_TOKENS + 12)
+    most = positions(model.config.get_text_config().to_dict()) or CHUNK_TOKENS + 15
+    lengths = [length for length in (1, 3, 12, 40, CHUNK_TOKENS + 12) if length + sampling.max_new_tokens <= most]
     prompts = [tuple(1 + (7 * i + 13 * n) % (vocabulary - 1) for i in range(n)) for n in lengths]
     requests = [
         GroupRequest(stream="eval", period=0, slot=slot, samples=tuple(range(7)), token_ids=prompt, sampling=sampling)

@@ -214,6 +214,23 @@ def test_generators_that_die_one_after_another_end_the_run_with_a_typed_error() 
         run_virtual(main())
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_generators_that_cannot_load_what_is_published_end_the_run_with_a_typed_error(count: int) -> None:
+    class Refusing(FakeGenerator):
+        async def stage(self, snapshot: Snapshot, share: Share = WHOLE) -> None:
+            raise WorkerError(f"{self.name} has no room for this model")
+
+    class Poor(Company):
+        def make(self, name: str) -> FakeGenerator:
+            self.all.append(Refusing(name, 8, random.Random(0)))
+            return self.all[-1]
+
+    company = Poor(seed=1, max_deaths=MAX_DEATHS)
+    with pytest.raises(NoGeneratorsError, match=r"\d generators died one after another; the last: .* has no room"):
+        run_virtual(company.run(count))
+    assert MAX_DEATHS < len(company.all) <= MAX_DEATHS + 1 + count
+
+
 def test_all_generators_of_a_host_may_die_at_once() -> None:
     count = MAX_DEATHS + 3
 
