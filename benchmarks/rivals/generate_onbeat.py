@@ -21,14 +21,17 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         import torch
 
         from onbeat.device import load_model, prepare_process
-        from onbeat.rollout import cache
-        from onbeat.rollout.engine import Engine, _key, _Sequence
+        from onbeat.rollout import cache, invariant
+        from onbeat.rollout.engine import Engine, _key, _Sequence, probe_invariance
         from onbeat.types import GroupRequest, Sampling
 
     prepare_process(settings["threads"])
     model = load_model(settings["model"])
-    if not settings.get("invariant", True):
-        cache.MIN_ROWS = 1
+    if settings.get("invariant", True):
+        probe_invariance(model)  # as a generator does with its first weights
+    else:
+        cache.MIN_ROWS, cache._SHARED, invariant.NARROW = 1, 0, 0
+        invariant._ACTIVATIONS.clear()
 
     class FixedLengths(Engine):
         """Every completion ends where the workload says: its last token is made the stop token, no other is."""
