@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from msgspec import structs
 
 from onbeat.device import load_model, prepare_process
 from onbeat.prompts.codec import Codec
@@ -52,9 +53,11 @@ class Sampler:
     @torch.inference_mode()
     def _answer(self, prompt: str | Messages) -> str:
         slot = next(self._slots)
-        token_ids = self._codec.encode(prompt)
+        token_ids, sampling = self._codec.encode(prompt), self._sampling
+        if (most := self._codec.max_positions) is not None and len(token_ids) < most:
+            sampling = structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, most - len(token_ids)))
         self._engine.add(
-            GroupRequest(stream="eval", period=0, slot=slot, samples=(0,), token_ids=token_ids, sampling=self._sampling)
+            GroupRequest(stream="eval", period=0, slot=slot, samples=(0,), token_ids=token_ids, sampling=sampling)
         )
         while not (done := self._engine.step()):
             pass

@@ -118,6 +118,7 @@ def peak_kib(pid: int) -> int:
     )
 
 
+@pytest.mark.full
 def test_rewards_that_misbehave_in_a_tenth_of_the_calls_spoil_no_other_reward(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(textwrap.dedent(REWARDS))
     (tmp_path / "rows.jsonl").write_text(rows(tmp_path / "pids"))

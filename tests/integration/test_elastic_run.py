@@ -125,7 +125,8 @@ def test_messages_twice_late_and_out_of_order_change_nothing(tmp_path: Path, mon
     assert last["num_lost_generators"] == 0
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1, 20])
 def test_a_worker_that_hangs_is_given_up_and_its_groups_are_done_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -218,7 +219,9 @@ def scale(run_dir: Path, count: int, what: str = "generators") -> subprocess.Com
 
 
 @pytest.mark.parametrize(
-    ("changes", "periods"), [(4, 500), pytest.param(50, 4000, marks=pytest.mark.full)], ids=["4", "50"]
+    ("changes", "periods"),
+    [pytest.param(4, 500, marks=pytest.mark.full), pytest.param(50, 4000, marks=pytest.mark.full)],
+    ids=["4", "50"],
 )
 def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     tmp_path: Path, changes: int, periods: int
@@ -310,6 +313,7 @@ def listeners(run: RunProcess) -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_by_demand_a_run_finds_its_number_of_generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real generators that sleep nine tenths of their time, as if each had a device of its own: more of them help."""
     keys = {"schedule__periods": 16, "schedule__prompts_per_period": 26}
