@@ -76,7 +76,7 @@ _EMPTY_S = 20.0
 class Staging:
     """A snapshot that has come and is not served yet: the descriptor stays open until it is loaded."""
 
-    def __init__(self, version: int, fd: int, num_bytes: int, share: Share) -> None:
+    def __init__(self, version: int, fd: int, num_bytes: int, share: Share = WHOLE) -> None:
         self.version = version
         self.fd = fd
         self.mapped = Mapped(os.dup(fd), num_bytes)
