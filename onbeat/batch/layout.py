@@ -68,6 +68,12 @@ class Segment:
     prompt_length: int
     blocks: tuple[Block, ...]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Of its parts as they stand in the sequence: the prompt, if it is there, then every block."""
+        prompt = [] if self.prompt_start is None else [self.prompt_length]
+        return [*prompt, *(block.end - block.start for block in self.blocks)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

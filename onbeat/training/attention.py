@@ -46,35 +46,38 @@ class SharedPrompt:
         self.kept = {} if kept is None else kept
         """By layer; filled by a `prompt_only` forward, read by `completions_only` ones."""
         self.keep = keep
+        self._lengths = [length for segment in segments for length in segment.lengths]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
-        """query [1, heads, N, d], key and value [1, kv heads, N, d] → [1, heads, N, d]."""
+        """query [1, heads, N, d], key and value [1, kv heads, N, d] → [1, N, heads, d]."""
+        # Rows once apart and once together: the backward of a slice would write a whole sequence of zeros.
+        rows = zip(*(torch.split(tensor, self._lengths, dim=2) for tensor in (query, key, value)), strict=True)
         parts: list[torch.Tensor] = []
         for segment in self.segments:
             length = segment.prompt_length
             if segment.prompt_start is None:
                 prompt_key, prompt_value = self.kept[layer]
             else:
-                at = slice(segment.prompt_start, segment.prompt_start + length)
-                prompt_key, prompt_value = key[:, :, at], value[:, :, at]
+                prompt_query, prompt_key, prompt_value = next(rows)
                 mask = self._mask(0, length, window) if window is not None and length > window else None
-                parts.append(_sdpa(query[:, :, at], prompt_key, prompt_value, mask, scale))
+                parts.append(_sdpa(prompt_query, prompt_key, prompt_value, mask, scale).transpose(1, 2))
             if self.keep:
                 self.kept[layer] = (prompt_key, prompt_value)
             seen = length if window is None else min(length, window - 1)
             for block in segment.blocks:
+                own_query, own_key, own_value = next(rows)
                 attended = _sdpa(
-                    _as_batch(query, block),
-                    _after_prompt(prompt_key[:, :, length - seen :], _as_batch(key, block)),
-                    _after_prompt(prompt_value[:, :, length - seen :], _as_batch(value, block)),
+                    _as_batch(own_query, block),
+                    _after_prompt(prompt_key[:, :, length - seen :], _as_batch(own_key, block)),
+                    _after_prompt(prompt_value[:, :, length - seen :], _as_batch(own_value, block)),
                     self._mask(seen, block.longest, window),
                     scale,
                 )
                 parts.append(_as_rows(attended, block))
-        return torch.cat(parts, dim=2)
+        return torch.cat(parts, dim=1)
 
     def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:
         name = (before, length, window)
@@ -84,19 +87,19 @@ class SharedPrompt:
 
 
 def _as_batch(rows: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block's rows of [1, heads, N, d] as [C, heads, R, d]."""
-    mine = rows[0, :, block.start : block.end].transpose(0, 1)
+    """The block's rows, [1, heads, tokens, d], as [C, heads, R, d]."""
+    mine = rows.squeeze(0).transpose(0, 1)
     if block.padded_CR is not None:
         mine = mine.index_select(0, block.padded_CR)
     return mine.view(block.num_completions, block.longest, *mine.shape[1:]).transpose(1, 2)
 
 
 def _as_rows(batch: torch.Tensor, block: Block) -> torch.Tensor:
-    """Back: [1, heads, tokens of the block, d]. What stands at padded places is dropped: nothing flows back to it."""
+    """Back: [1, tokens, heads, d]. What stands at padded places is dropped: nothing flows back to it."""
     rows = batch.transpose(1, 2).flatten(0, 1)
     if block.unpadded_T is not None:
         rows = rows.index_select(0, block.unpadded_T)
-    return rows.transpose(0, 1)[None]
+    return rows[None]
 
 
 def _after_prompt(prompt: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -127,7 +130,7 @@ def shared_attention(
     refuse_unsupported(module, extras)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return shared_prompt.attend(layer, query, key, value, scale, sliding_window).transpose(1, 2), None
+    return shared_prompt.attend(layer, query, key, value, scale, sliding_window), None
 
 
 AttentionInterface.register(ATTENTION, shared_attention)

@@ -81,9 +81,10 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 logits = _logits(hidden_T_H[rows], weight, bias_V, ctx.temperature)
                 probabilities, _ = _softmax(logits, team)
+                del logits  # a chunk less at the peak
             # d logprob / d logit = (one at the target) - probability, times the gradient, over the temperature.
             scale = scale_T[rows]
-            grad_logits = probabilities * -scale[:, None]
+            grad_logits = probabilities.mul_(-scale[:, None])
             _add_at(grad_logits, target_T[rows], scale, team)
             grad_rows = grad_logits.to(hidden_T_H.dtype)
             torch.mm(grad_rows, weight, out=grad_hidden[rows])
