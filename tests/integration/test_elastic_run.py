@@ -1,6 +1,6 @@
 """Real runs whose generators die, hang, join and leave: nothing is lost, and the weights are those of a quiet run.
 
-The figures of docs/reliability.md come from `make test-full`; a small share of each is in `make test-integration`.
+The figures of docs/reliability.md come from `make test-full`; a small share of most is in `make test-integration`.
 """
 
 from __future__ import annotations
@@ -218,11 +218,8 @@ def scale(run_dir: Path, count: int, what: str = "generators") -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("changes", "periods"),
-    [pytest.param(4, 500, marks=pytest.mark.full), pytest.param(50, 4000, marks=pytest.mark.full)],
-    ids=["4", "50"],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("changes", "periods"), [(4, 500), (50, 4000)], ids=["4", "50"])
 def test_joins_and_leaves_at_random_moments_leave_the_weights_as_they_are(
     tmp_path: Path, changes: int, periods: int
 ) -> None:
