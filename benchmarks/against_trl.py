@@ -52,8 +52,8 @@ def main() -> None:
             workload = WORKLOADS[name]
             updates = arguments.updates or (1 if arguments.tune else workload.updates)
             seeds = range(1, 2 if arguments.tune else arguments.repeats + 1)
-            whole = {"updates": updates + NOT_COUNTED, "keys": {"schedule.periods": updates + NOT_COUNTED}}
-            job = WARM_UP if arguments.tiny else whole
+            total = updates if arguments.tune else updates + NOT_COUNTED
+            job = WARM_UP if arguments.tiny else {"updates": total, "keys": {"schedule.periods": total}}
             jobs = [job | {"seed": seed} for seed in seeds]
             contenders = tried(model, workload) if arguments.tune else opponents(model, name, workload, tuned)
             for together in [[each] for each in contenders] if arguments.tune else [contenders]:
