@@ -8,7 +8,7 @@
 
 All of it is plain state on one asyncio loop: no task and no lock of its own. Every event (submit, completed, lost,
 a generator serving a new version) ends in `_dispatch`, which hands out what now fits. What an event costs does not grow
-with the number of generators: who has room is kept by rows free (`_Openings`), who works at a group with the group.
+with the number of generators: who has room is kept by rows free (members.py), who works at a group with the group.
 
 Who waits for whom: a harvest's reader waits for groups; nobody else waits. What bounds the queues: `waiting` by the
 prompts of the open periods; a generator's inbox by its rows and one group: a group is sent when the rows it needs are
@@ -32,7 +32,7 @@ import heapq
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +48,7 @@ from onbeat.errors import (
 )
 from onbeat.patience import Patience
 from onbeat.protocols import Generator, Tracer, no_trace
+from onbeat.rollout.members import Member, Openings
 from onbeat.status import GroupStatus, WorkerStatus
 from onbeat.types import Completion, GroupKey, GroupRequest, Stream
 
@@ -78,86 +79,12 @@ class _Job:
     request: GroupRequest
     since_s: float
     received: dict[int, Completion] = field(default_factory=dict)
-    holders: dict[str, _Member] = field(default_factory=dict)
+    holders: dict[str, Member] = field(default_factory=dict)
     """Who works at it, by name."""
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(sample for sample in self.request.samples if sample not in self.received)
-
-
-@dataclass(slots=True)
-class _Member:
-    generator: Generator
-    free: int
-    """Rows not promised to any group; below 0, so many are promised that are not free yet."""
-    serves: int | None = None
-    """The verified version it may serve."""
-    leaves: bool = False
-    """It gets no more work."""
-    num_tokens: int = 0
-    """It said it has sampled."""
-    num_completed: int = 0
-    """Samples."""
-    silent_s: float = 0.0
-    """Since it was heard of last, while it owed something."""
-    outstanding: dict[GroupKey, set[int]] = field(default_factory=dict)
-    began_s: dict[GroupKey, float] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.generator.name
-
-    @property
-    def state(self) -> str:
-        if self.serves is None:
-            return "has no weights yet"
-        sequences = sum(map(len, self.outstanding.values()))
-        doing = f"{sequences} sequences of {len(self.outstanding)} groups" if sequences else "idle"
-        if self.leaves:
-            doing += ", leaving"
-        return f"{doing}, version {self.serves}, {self.num_tokens} tokens so far"
-
-
-class _Openings:
-    """Who may get work, by how many rows they have free: nobody is asked in vain."""
-
-    def __init__(self) -> None:
-        self._listed: dict[str, int] = {}
-        self._by_free: dict[int, dict[str, _Member]] = {}
-        self._idle: dict[str, _Member] = {}
-
-    def update(self, member: _Member) -> None:
-        """After anything about it has changed."""
-        if (listed := self._listed.pop(member.name, None)) is not None:
-            del self._by_free[listed][member.name]
-            if not self._by_free[listed]:
-                del self._by_free[listed]
-        self._idle.pop(member.name, None)
-        if member.serves is None or member.leaves:
-            return
-        self._listed[member.name] = member.free
-        self._by_free.setdefault(member.free, {})[member.name] = member
-        if not member.outstanding:
-            self._idle[member.name] = member
-
-    def for_request(self, request: GroupRequest, *, ahead: bool) -> Iterator[_Member]:
-        """Who could take it now, the most rows first; `ahead`: and who has nothing that waits for its rows."""
-        rows = 0 if ahead else len(request.samples)
-        for free in sorted(self._by_free, reverse=True):
-            if free < rows:
-                return
-            yield from _able(self._by_free[free], request)
-
-    def idle(self, request: GroupRequest) -> Iterator[_Member]:
-        """Who could take it now, and has nothing to do."""
-        return (member for member in _able(self._idle, request) if member.free >= len(request.samples))
-
-
-def _able(members: dict[str, _Member], request: GroupRequest) -> Iterator[_Member]:
-    for member in members.values():
-        if member.serves == request.period and member.generator.why_never(request) is None:
-            yield member
 
 
 class Harvest:
@@ -186,8 +113,8 @@ class Harvest:
 
 class Pool:
     def __init__(self, trace: Tracer = no_trace, warn: Callable[[str], None] = lambda sentence: None) -> None:
-        self._members: dict[str, _Member] = {}
-        self._openings = _Openings()
+        self._members: dict[str, Member] = {}
+        self._openings = Openings()
         self._jobs: dict[GroupKey, _Job] = {}
         self._waiting: list[tuple[int, int, int, GroupRequest]] = []
         self._harvests: dict[HarvestKey, Harvest] = {}
@@ -244,7 +171,7 @@ class Pool:
 
     def add(self, generator: Generator) -> None:
         """A generator joins. It gets no work before `serves` says what it may serve."""
-        self._members[generator.name] = _Member(generator, free=generator.capacity)
+        self._members[generator.name] = Member(generator, free=generator.capacity)
         generator.attach(self)
         self._share_cores()
 
@@ -286,7 +213,7 @@ class Pool:
             self._openings.update(member)
             self._let_go(member)
 
-    def _let_go(self, member: _Member) -> None:
+    def _let_go(self, member: Member) -> None:
         if member.leaves and not member.outstanding:
             del self._members[member.name]
             member.generator.stop()
@@ -382,7 +309,7 @@ class Pool:
                 self._cancel(member, key)
         self._dispatch()
 
-    def _cancel(self, member: _Member, key: GroupKey) -> None:
+    def _cancel(self, member: Member, key: GroupKey) -> None:
         member.free += len(member.outstanding.pop(key))
         del member.began_s[key]
         self._openings.update(member)
@@ -450,7 +377,7 @@ class Pool:
                     self._cancel(member, key)  # it was asked of two, and the other was first
                 harvest.ready.put_nowait(tuple(job.received[sample] for sample in sorted(job.received)))
 
-    def _settle(self, member: _Member, key: GroupKey, sample: int) -> None:
+    def _settle(self, member: Member, key: GroupKey, sample: int) -> None:
         """The generator has a row free again."""
         samples = member.outstanding.get(key, set())
         if sample not in samples:
@@ -493,7 +420,7 @@ class Pool:
                 for part, member in enumerate(idle[:num_parts]):
                     self._send(msgspec.structs.replace(request, samples=request.samples[part::num_parts]), member)
 
-    def _send(self, request: GroupRequest, member: _Member) -> None:
+    def _send(self, request: GroupRequest, member: Member) -> None:
         if not member.outstanding:
             member.silent_s = 0.0
         key = _key(request)
