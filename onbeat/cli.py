@@ -300,8 +300,12 @@ def _generator_threads(config: Config, cores: int) -> str:
 
     threads = generator_threads(config.generator.threads, config.generator.bounds[0], cores)
     if threads.alone == threads.beside_trainer:
-        return f"{threads.alone} threads" + (", as the recipe says" if config.generator.threads else "")
-    return f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works"
+        why = "as the recipe says" if config.generator.threads else "its share of the cores"
+        return f"{threads.alone} threads, {why}"
+    return (
+        f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works: decoding gains "
+        "less from more cores than training does"
+    )
 
 
 def _concurrency(config: Config) -> list[str]:
