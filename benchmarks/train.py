@@ -92,10 +92,10 @@ def load() -> Any:
     return load_model(smollm2()).train()
 
 
-def random_group(shape: tuple[int, int, int], vocabulary: int) -> Any:
+def random_group(shape: tuple[int, int, int], vocabulary: int, seed: int = 0) -> Any:
     from onbeat.types import TrainGroup
 
-    rng = random.Random(0)
+    rng = random.Random(seed)
     prompt, size, length = shape
     completions = tuple(tuple(rng.randrange(vocabulary) for _ in range(length)) for _ in range(size))
     return TrainGroup(
@@ -115,9 +115,9 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     from onbeat.training.forward import completion_logprobs, share_prompts
 
     prompt, size, length = shape
-    group = random_group(shape, model.config.vocab_size)
-    in_pack = max(1, TrainerConfig().pack_tokens // group.num_tokens)
-    plain, packed = Layout.plain([group]), Layout.shared([group] * in_pack)
+    in_pack = max(1, TrainerConfig().pack_tokens // (prompt + size * length))
+    groups = [random_group(shape, model.config.vocab_size, seed) for seed in range(in_pack)]  # no two prompts alike
+    plain, packed = Layout.plain(groups[:1]), Layout.shared(groups)
 
     def backward(logprobs_T: torch.Tensor, layout: Layout) -> None:
         (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()

@@ -4,7 +4,8 @@ Axes: S sequences of L tokens go through the model; T completion tokens, of all 
 
     plain    S = completions, each with its own copy of the prompt, padded on the right (causal: no mask needed)
     shared   S = 1: for each group [prompt | completion | completion | …], no padding anywhere. Every completion sees
-             the prompt and itself, and its positions go on from the prompt's end. The prompt is computed once.
+             the prompt and itself, and its positions go on from the prompt's end. The prompt is computed once; so is
+             what the prompts of several groups begin with (a system message): [prefix | rest of prompt | completion …]
 
 In both, the prediction of a completion's first token stands at the prompt's last position. In the shared form the
 completions of a group stand in order of their length, so that those of similar length are one `Block`: for attention
@@ -23,6 +24,9 @@ from dataclasses import dataclass
 import torch
 
 from onbeat.types import TrainGroup
+
+MIN_PREFIX = 8
+"""Tokens: fewer are not worth a step of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,16 +66,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One group in the shared sequence. `prompt_start` is None if its prompt was computed before."""
+    """One group in the shared sequence: its prompt from the prefix on, and its completions."""
 
-    prompt_start: int | None
+    own_prompt_length: int
+    """0 if its prompt was computed before."""
     prompt_length: int
     blocks: tuple[Block, ...]
 
     @property
     def lengths(self) -> list[int]:
         """Of its parts as they stand in the sequence: the prompt, if it is there, then every block."""
-        prompt = [] if self.prompt_start is None else [self.prompt_length]
+        prompt = [self.own_prompt_length] if self.own_prompt_length else []
         return [*prompt, *(block.end - block.start for block in self.blocks)]
 
 
@@ -81,6 +86,8 @@ class Layout:
     positions_S_L: torch.Tensor
     segments: tuple[Segment, ...] | None
     """Of the shared form; None: plain causal sequences."""
+    prefix_length: int
+    """Tokens at the sequence's beginning with which the prompts of all its groups begin."""
     prediction_T: torch.Tensor
     """Where the token's prediction stands: an index into the S·L rows; with `completions_only`, 0 is the prompt's last
     position and the rows count from 1."""
@@ -106,28 +113,29 @@ class Layout:
 
     @classmethod
     def shared(cls, groups: Sequence[TrainGroup]) -> Layout:
-        tokens: list[int] = []
-        positions: list[int] = []
+        prefix = _prefix_length(groups)
+        tokens = list(groups[0].prompt_ids[:prefix])
+        positions = list(range(prefix))
         segments, rows, predictions = [], [], []
         for group in groups:
-            prompt_start, prompt_length = len(tokens), len(group.prompt_ids)
-            tokens += group.prompt_ids
-            positions += range(prompt_length)
+            prompt_length = len(group.prompt_ids)
+            tokens += group.prompt_ids[prefix:]
+            positions += range(prefix, prompt_length)
+            last = torch.tensor([len(tokens) - 1])
             mine = _by_length(group)
             starts = _append(tokens, positions, mine)
-            segments.append(Segment(prompt_start, prompt_length, _blocks(mine, starts)))
+            segments.append(Segment(prompt_length - prefix, prompt_length, _blocks(mine, starts)))
             rows += mine
-            last = torch.tensor([prompt_start + prompt_length - 1])
             predictions += [
                 torch.cat([last, torch.arange(start, start + row.length - 1)])
                 for start, row in zip(starts, mine, strict=True)
             ]
-        return cls._of(torch.tensor([tokens]), torch.tensor([positions]), tuple(segments), rows, predictions)
+        return cls._of(torch.tensor([tokens]), torch.tensor([positions]), tuple(segments), rows, predictions, prefix)
 
     @classmethod
     def prompt_only(cls, prompt_ids: Sequence[int]) -> Layout:
         """The prompt of a split group. Nothing is predicted here: the first tokens belong to the parts."""
-        segments = (Segment(0, len(prompt_ids), ()),)
+        segments = (Segment(len(prompt_ids), len(prompt_ids), ()),)
         return cls._of(torch.tensor([prompt_ids]), torch.arange(len(prompt_ids))[None], segments, [], [])
 
     @classmethod
@@ -137,7 +145,7 @@ class Layout:
         tokens: list[int] = []
         positions: list[int] = []
         starts = _append(tokens, positions, rows)
-        segments = (Segment(None, len(part.prompt_ids), _blocks(rows, starts)),)
+        segments = (Segment(0, len(part.prompt_ids), _blocks(rows, starts)),)
         predictions = [
             torch.cat([torch.tensor([0]), torch.arange(start + 1, start + row.length)])
             for start, row in zip(starts, rows, strict=True)
@@ -152,6 +160,7 @@ class Layout:
         segments: tuple[Segment, ...] | None,
         rows: list[_Row],
         predictions: list[torch.Tensor],
+        prefix_length: int = 0,
     ) -> Layout:
         lengths = torch.tensor([row.length for row in rows], dtype=torch.long)
         advantages = torch.tensor([row.advantage for row in rows])
@@ -160,6 +169,7 @@ class Layout:
             tokens_S_L=tokens,
             positions_S_L=positions,
             segments=segments,
+            prefix_length=prefix_length,
             prediction_T=torch.cat(predictions) if predictions else torch.zeros(0, dtype=torch.long),
             target_T=torch.tensor([token for row in rows for token in row.token_ids], dtype=torch.long),
             sampler_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
@@ -195,6 +205,16 @@ class _Row:
     @property
     def length(self) -> int:
         return len(self.token_ids)
+
+
+def _prefix_length(groups: Sequence[TrainGroup]) -> int:
+    """With how many tokens the prompts of all groups begin alike; every prompt keeps one of its own. 0 if too few."""
+    prompts = [group.prompt_ids for group in groups]
+    if len(prompts) == 1:
+        return 0
+    alike = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    length = min(sum(1 for _ in alike), *(len(prompt) - 1 for prompt in prompts))
+    return length if length >= MIN_PREFIX else 0
 
 
 def _by_length(group: TrainGroup) -> list[_Row]:

@@ -6,6 +6,7 @@ through the model's forward: nothing is patched.
     group in the sequence      [prompt P | completion | completion | … ]
     prompt                     causal over itself
     block of C completions     a batch of C over [prompt's keys | own keys]
+    prefix of all prompts      once, first: causal over itself; prompts are [prefix's keys | own keys] then
 
 All by scaled_dot_product_attention: the kernel that runs, forward and backward, on every device. The prompt's keys are
 copied per completion, for attention alone: on a CPU that is faster than products over one copy whose softmaxes are
@@ -40,13 +41,20 @@ class SharedPrompt:
     """
 
     def __init__(
-        self, segments: tuple[Segment, ...], kept: dict[int, KeysValues] | None = None, *, keep: bool = False
+        self,
+        segments: tuple[Segment, ...],
+        prefix_length: int = 0,
+        kept: dict[int, KeysValues] | None = None,
+        *,
+        keep: bool = False,
     ) -> None:
         self.segments = segments
+        self.prefix_length = prefix_length
         self.kept = {} if kept is None else kept
         """By layer; filled by a `prompt_only` forward, read by `completions_only` ones."""
         self.keep = keep
-        self._lengths = [length for segment in segments for length in segment.lengths]
+        prefix = [prefix_length] if prefix_length else []
+        self._lengths = [*prefix, *(length for segment in segments for length in segment.lengths)]
         self._masks: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def attend(
@@ -56,28 +64,45 @@ class SharedPrompt:
         # Rows once apart and once together: the backward of a slice would write a whole sequence of zeros.
         rows = zip(*(torch.split(tensor, self._lengths, dim=2) for tensor in (query, key, value)), strict=True)
         parts: list[torch.Tensor] = []
+        prefix: KeysValues | None = None
+        if self.prefix_length:
+            own_query, own_key, own_value = next(rows)
+            prefix = (own_key, own_value)
+            parts.append(self._prompt(own_query, prefix, scale, window))
         for segment in self.segments:
-            length = segment.prompt_length
-            if segment.prompt_start is None:
-                prompt_key, prompt_value = self.kept[layer]
+            if segment.own_prompt_length:
+                own_query, own_key, own_value = next(rows)
+                prompt = (own_key, own_value)
+                if prefix is not None:
+                    prompt = (torch.cat([prefix[0], own_key], dim=2), torch.cat([prefix[1], own_value], dim=2))
+                parts.append(self._prompt(own_query, prompt, scale, window))
             else:
-                prompt_query, prompt_key, prompt_value = next(rows)
-                mask = self._mask(0, length, window) if window is not None and length > window else None
-                parts.append(_sdpa(prompt_query, prompt_key, prompt_value, mask, scale).transpose(1, 2))
+                prompt = self.kept[layer]
             if self.keep:
-                self.kept[layer] = (prompt_key, prompt_value)
+                self.kept[layer] = prompt
+            length = segment.prompt_length
             seen = length if window is None else min(length, window - 1)
+            prompt_key, prompt_value = (tensor[:, :, length - seen :] for tensor in prompt)
             for block in segment.blocks:
                 own_query, own_key, own_value = next(rows)
                 attended = _sdpa(
                     _as_batch(own_query, block),
-                    _after_prompt(prompt_key[:, :, length - seen :], _as_batch(own_key, block)),
-                    _after_prompt(prompt_value[:, :, length - seen :], _as_batch(own_value, block)),
+                    _after_prompt(prompt_key, _as_batch(own_key, block)),
+                    _after_prompt(prompt_value, _as_batch(own_value, block)),
                     self._mask(seen, block.longest, window),
                     scale,
                 )
                 parts.append(_as_rows(attended, block))
         return torch.cat(parts, dim=1)
+
+    def _prompt(self, query: torch.Tensor, keys_values: KeysValues, scale: float, window: int | None) -> torch.Tensor:
+        """Causal; keys before the first query's are those of a prefix."""
+        key, value = keys_values
+        length = query.shape[2]
+        before = key.shape[2] - length
+        seen = before if window is None else min(before, window - 1)
+        mask = self._mask(seen, length, window) if seen or (window is not None and length > window) else None
+        return _sdpa(query, key[:, :, before - seen :], value[:, :, before - seen :], mask, scale).transpose(1, 2)
 
     def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:
         name = (before, length, window)

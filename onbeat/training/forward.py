@@ -67,7 +67,9 @@ def _completion_logprobs(
     if layout.segments is None:
         with gradients_in_place():
             return _plain_logprobs(model, layout, temperature)
-    hidden = _body(model, layout, SharedPrompt(layout.segments, kept=prompt.kept if prompt else {}))
+    hidden = _body(
+        model, layout, SharedPrompt(layout.segments, layout.prefix_length, kept=prompt.kept if prompt else {})
+    )
     if prompt is not None:
         hidden = torch.cat([prompt.last_hidden, hidden])
     # index_select: the backward of plain indexing adds rows that repeat (the prompt's last) in any order of threads.

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -25,7 +26,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from onbeat.batch.layout import Layout
+from onbeat.batch.layout import MIN_PREFIX, Layout
 from onbeat.batch.pack import split_group
 from onbeat.training import head
 from onbeat.training.forward import (
@@ -50,14 +51,18 @@ def one_thread() -> None:
 @st.composite
 def train_groups(draw: st.DrawFn, max_groups: int = 3) -> list[TrainGroup]:
     rng = random.Random(draw(st.integers(0, 10**6)))
-    return [random_group(rng, slot, rng.choice([1, 2, 3, 8, 16])) for slot in range(draw(st.integers(1, max_groups)))]
+    prefix = tokens(rng, draw(st.sampled_from([0, MIN_PREFIX - 1, MIN_PREFIX, 25])))
+    sizes = [rng.choice([1, 2, 3, 8, 16]) for _ in range(draw(st.integers(1, max_groups)))]
+    groups = [random_group(rng, slot, size, prefix) for slot, size in enumerate(sizes)]
+    asked_alike = draw(st.booleans())
+    return [structs.replace(group, prompt_ids=groups[0].prompt_ids) for group in groups] if asked_alike else groups
 
 
-def random_group(rng: random.Random, slot: int, group_size: int) -> TrainGroup:
+def random_group(rng: random.Random, slot: int, group_size: int, prefix: tuple[int, ...] = ()) -> TrainGroup:
     completions = tuple(tokens(rng, rng.choice([1, 1, 2, 5, rng.randint(1, 30)])) for _ in range(group_size))
     return TrainGroup(
         slot=slot,
-        prompt_ids=tokens(rng, rng.choice([1, 2, rng.randint(3, 40)])),
+        prompt_ids=prefix + tokens(rng, rng.choice([1, 2, rng.randint(3, 40)])),
         completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * len(completion) for completion in completions),
         advantages=tuple(rng.gauss(0, 1) for _ in completions),
@@ -206,6 +211,17 @@ def test_shared_equals_plain_in_float64(
         check_forms(model, groups, max_tokens, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("prefix_length", [MIN_PREFIX, 25])
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+def test_prompts_that_begin_alike_share_the_beginning_and_change_nothing(architecture: str, prefix_length: int) -> None:
+    rng = random.Random(prefix_length)
+    prefix = tokens(rng, prefix_length)
+    groups = [random_group(rng, slot, 4, prefix) for slot in range(3)]
+    assert Layout.shared(groups).prefix_length >= prefix_length
+    with all_in_float64():
+        check_forms(copy.deepcopy(tiny_model(architecture)).double(), groups, max_tokens=20, tolerance=1e-9)
+
+
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("chunk_bytes", [1, 20000])
 @given(groups=train_groups(), max_tokens=st.integers(1, 40))
@@ -278,6 +294,22 @@ def test_a_group_is_computed_once_per_token_without_padding() -> None:
     layout = Layout.shared([group])
     assert layout.tokens_S_L.shape == (1, group.num_tokens)
     assert len(layout.target_T) == sum(map(len, group.completion_ids))
+
+
+def test_what_all_prompts_of_a_pack_begin_with_is_computed_once() -> None:
+    rng = random.Random(0)
+    prefix = tokens(rng, 30)
+    groups = [random_group(rng, slot, 4, prefix) for slot in range(3)]
+    layout = Layout.shared(groups)
+    assert tuple(layout.tokens_S_L[0, :30].tolist()) == prefix
+    assert layout.tokens_S_L.numel() == sum(group.num_tokens for group in groups) - 2 * layout.prefix_length
+
+
+def test_a_prompt_keeps_a_token_of_its_own_though_all_prompts_are_the_same() -> None:
+    rng = random.Random(0)
+    group = random_group(rng, 0, 4, tokens(rng, 30))
+    layout = Layout.shared([group, group])
+    assert layout.prefix_length == len(group.prompt_ids) - 1
 
 
 @given(groups=train_groups(max_groups=1), max_tokens=st.integers(1, 60))
