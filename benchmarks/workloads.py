@@ -42,10 +42,10 @@ class Workload:
         }
 
 
-SHORT = Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, beta=0.02, updates=3)
+SHORT = Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, beta=0.02, updates=2)
 WORKLOADS = {
     "short": SHORT,
-    "short, beta 0": Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, beta=0.0, updates=3),
+    "short, beta 0": Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, beta=0.0, updates=2),
     "chat": Workload(rows="chat", reward="vowels", prompts=4, max_new_tokens=128, beta=0.02, updates=2),
     "long-prompt": Workload(rows="long_prompt", reward="vowels", prompts=4, max_new_tokens=64, beta=0.02, updates=2),
     "long-answer": Workload(rows="long_answer", reward="vowels", prompts=4, max_new_tokens=256, beta=0.02, updates=2),

@@ -157,7 +157,7 @@ class GeneratorConfig(_Section):
     """Generator processes. { min = 1, max = 4 }: as many as keep the trainer busy, found while running."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads per generator; 0: an equal share of the cores, which is larger while the trainer waits."""
-    max_sequences: _Positive = 32
+    max_sequences: _Positive = 64
     """Sequences decoded at once per generator, admitted by whole groups."""
     cache_gib: Annotated[float, Field(gt=0.0)] = 4.0
     """Memory for keys and values per generator. A group reserves what its completions may need at most, and waits if
