@@ -1,7 +1,9 @@
 """`onbeat check MODEL`: can this model be trusted here? Run it before a new architecture.
 
-Compares the shared-prompt form of training with the model's own forward over every completion (log-probabilities and
-gradients, on random groups), tests whether generation is batch-invariant, and times both forms.
+Compares the ways onbeat trains (groups that share their prompt, several in a pack whose prompts begin alike, a group in
+parts, one longer than the model's window) with the model's own forward and autograd's own backward over every
+completion: log-probabilities and gradients, on random groups. Tests whether generation is batch-invariant, and times
+the shared against the plain form.
 """
 
 from __future__ import annotations
@@ -9,22 +11,29 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from onbeat.batch.layout import Layout
+from onbeat.batch.pack import split_group
 from onbeat.device import load_model
 from onbeat.rollout.engine import probe_invariance
-from onbeat.training.forward import completion_logprobs, share_prompts, why_not_shared
+from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
 from onbeat.types import TrainGroup
 
 LOGPROB_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-4
 """Of the gradient's norm, in float32."""
 NUM_GROUPS = 3
+PREFIX_TOKENS = 20
+"""With which the prompts of the pack begin."""
+PART_TOKENS = 60
+"""Of a group computed in parts."""
+LONGEST = 2048
+"""Tokens of the group that is to be longer than the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +77,7 @@ def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
     reason = why_not_shared(model)
     logprob_gap = gradient_gap = speedup = None
     if reason is None:
-        rng = random.Random(0)
-        groups = [random_group(rng, model.config.get_text_config().vocab_size) for _ in range(NUM_GROUPS)]
-        logprob_gap, gradient_gap, speedup = compare_forms(model, groups)
+        logprob_gap, gradient_gap, speedup = compare_forms(model, random.Random(0), say)
     return CheckReport(
         why_not_shared=reason,
         logprob_gap=logprob_gap,
@@ -80,55 +87,118 @@ def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
     )
 
 
-def random_group(rng: random.Random, vocabulary: int) -> TrainGroup:
-    lengths = sorted([1, *(rng.randint(2, 40) for _ in range(7))])  # the order of the shared form
-    completions = tuple(tuple(rng.randrange(vocabulary) for _ in range(length)) for length in lengths)
+def random_group(rng: random.Random, vocabulary: int, prompt_ids: tuple[int, ...]) -> TrainGroup:
+    lengths = [1, *sorted(rng.sample(range(2, 41), 7))]  # the order of the shared form, whole and in parts
+    completions = tuple(_tokens(rng, vocabulary, length) for length in lengths)
     return TrainGroup(
         slot=0,
-        prompt_ids=tuple(rng.randrange(vocabulary) for _ in range(rng.randint(30, 90))),
+        prompt_ids=prompt_ids,
         completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * len(completion) for completion in completions),
         advantages=tuple(rng.gauss(0, 1) for _ in completions),
     )
 
 
-def compare_forms(model: Any, groups: list[TrainGroup]) -> tuple[float, float, float]:
+def _tokens(rng: random.Random, vocabulary: int, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(vocabulary) for _ in range(count))
+
+
+def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) -> tuple[float, float, float]:
     """(largest log-probability gap, worst gradient gap, plain time over shared time)."""
     own_attention = model.config._attn_implementation
+    config = model.config.get_text_config()
 
-    def run_plain(group: TrainGroup) -> FormRun:
+    def group(prompt_length: int, prefix: tuple[int, ...] = ()) -> TrainGroup:
+        prompt_ids = prefix + _tokens(rng, config.vocab_size, prompt_length)
+        return random_group(rng, config.vocab_size, prompt_ids)
+
+    prefix = _tokens(rng, config.vocab_size, PREFIX_TOKENS)
+    alone = [[group(rng.randint(30, 90))] for _ in range(NUM_GROUPS)]
+    together = [group(rng.randint(10, 30), prefix) for _ in range(NUM_GROUPS)]
+    window = getattr(config, "sliding_window", None)
+    beyond = [group(min(window + 8, LONGEST))] if window else []
+    if window and window >= LONGEST:
+        say(f"the window of {window} tokens is longer than any group tried here: what it does was not seen")
+
+    def run_plain(groups: list[TrainGroup]) -> FormRun:
         model.set_attn_implementation(own_attention)
-        return run_form(model, Layout.plain([group]))
+        return measured(model, lambda: plain_logprobs(model, groups))
 
-    def run_shared(group: TrainGroup) -> FormRun:
+    def run_shared(groups: list[TrainGroup]) -> FormRun:
         share_prompts(model)
-        return run_form(model, Layout.shared([group]))
+        return measured(model, lambda: shared_logprobs(model, groups))
 
-    run_plain(groups[0])  # warm up
-    run_shared(groups[0])
-    pairs = [(run_plain(group), run_shared(group)) for group in groups]
+    def run_in_parts() -> FormRun:
+        share_prompts(model)
+        return measured(model, lambda: split_logprobs(model, alone[0][0]))
+
+    run_plain(alone[0])  # warm up
+    run_shared(alone[0])
+    pairs = [(run_plain(groups), run_shared(groups)) for groups in alone]
+    speedup = sum(plain.seconds for plain, _ in pairs) / sum(shared.seconds for _, shared in pairs)
+    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond) if groups]
+    pairs.append((pairs[0][0], run_in_parts()))
     model.set_attn_implementation(own_attention)
     return (
-        max((plain.logprobs - shared.logprobs).abs().max().item() for plain, shared in pairs),
-        max(((plain.gradient - shared.gradient).norm() / plain.gradient.norm()).item() for plain, shared in pairs),
-        sum(plain.seconds for plain, _ in pairs) / sum(shared.seconds for _, shared in pairs),
+        _largest((plain.logprobs - other.logprobs).abs().max().item() for plain, other in pairs),
+        _largest(((plain.gradient - other.gradient).norm() / plain.gradient.norm()).item() for plain, other in pairs),
+        speedup,
     )
+
+
+def _largest(gaps: Iterable[float]) -> float:
+    """NaN, if one of them is."""
+    return float(torch.tensor(list(gaps)).max())
 
 
 @dataclass(frozen=True, slots=True)
 class FormRun:
-    """One forward and backward over one group."""
+    """Forwards and backwards over some groups."""
 
     logprobs: torch.Tensor
     gradient: torch.Tensor
     seconds: float
 
 
-def run_form(model: Any, layout: Layout) -> FormRun:
+def measured(model: Any, run: Callable[[], torch.Tensor]) -> FormRun:
     began = time.perf_counter()
-    logprobs, _ = completion_logprobs(model, layout, 1.0)
-    (layout.advantage_T * logprobs / layout.length_T).sum().backward()  # type: ignore[no-untyped-call]
+    logprobs = run()
     seconds = time.perf_counter() - began
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    gradient = torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
+    )
     model.zero_grad(set_to_none=True)
-    return FormRun(logprobs.detach(), gradient, seconds)
+    return FormRun(logprobs, gradient, seconds)
+
+
+def backward(logprobs: torch.Tensor, layout: Layout) -> torch.Tensor:
+    (layout.advantage_T * logprobs / layout.length_T).sum().backward()  # type: ignore[no-untyped-call]
+    return logprobs.detach()
+
+
+def plain_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
+    """The model's own forward over a group's completions, each with its prompt; nothing of onbeat's but the padding."""
+    found = []
+    for group in groups:
+        layout = Layout.plain([group])
+        first = len(group.prompt_ids) - 1
+        logits = model(layout.tokens_S_L, use_cache=False).logits[:, first:].float()
+        logprobs = torch.log_softmax(logits, dim=-1)
+        rows = zip(logprobs, group.completion_ids, strict=True)
+        mine = torch.cat([row[: len(ids)].gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in rows])
+        found.append(backward(mine, layout))
+    return torch.cat(found)
+
+
+def shared_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
+    layout = Layout.shared(groups)
+    return backward(completion_logprobs(model, layout, 1.0)[0], layout)
+
+
+def split_logprobs(model: Any, group: TrainGroup) -> torch.Tensor:
+    found = []
+    with split_prompt(model, group.prompt_ids) as prompt:
+        for part in split_group(group, PART_TOKENS):
+            layout = Layout.completions_only(part)
+            found.append(backward(completion_logprobs(model, layout, 1.0, prompt)[0], layout))
+    return torch.cat(found[::-1])

@@ -22,6 +22,7 @@ import torch
 from msgspec import structs
 
 from onbeat.admission import MIN_ROWS, Room, cache_tokens, needs, positions
+from onbeat.attention import why_window_unknown
 from onbeat.errors import InputError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.lora import some_addition, with_values
@@ -119,7 +120,7 @@ def why_not_decodable(model: Any) -> str | None:
         return f"{name} has layers of a kind the embedded generator does not decode ({', '.join(sorted(layers))})"
     if not getattr(model, "_supports_attention_backend", False) or not hasattr(config, "num_attention_heads"):
         return f"{name} does not let its attention be replaced, which the embedded generator needs"
-    return None
+    return why_window_unknown(model)
 
 
 class Engine:

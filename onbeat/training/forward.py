@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from onbeat.attention import why_window_unknown
 from onbeat.batch.layout import Layout
 from onbeat.training.attention import ATTENTION, KeysValues, SharedPrompt
 from onbeat.training.gradients import gradients_in_place
@@ -146,7 +147,7 @@ def why_not_shared(model: Any) -> str | None:
         return f"{name} does not let its attention be replaced"
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         return f"the head of {name} is not a linear layer"
-    return _why_forms_differ(model, config.vocab_size)
+    return why_window_unknown(model) or _why_forms_differ(model, config.vocab_size)
 
 
 @torch.no_grad()

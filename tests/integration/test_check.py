@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import CohereConfig, CohereForCausalLM
 
 from onbeat.check import CheckReport
+from onbeat.cli import main
+from onbeat.training.attention import KeysValues, SharedPrompt
 from tests.fakes.models import tiny_model
 
 
@@ -62,3 +65,19 @@ def test_a_difference_over_the_limit_is_a_disagreement(logprob_gap: float, gradi
     )
     assert not report.agrees
     assert report.lines()[-1].startswith("DISAGREES")
+
+
+def test_an_attention_that_forgets_what_prompts_begin_with_is_found_and_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fault that a single short group, as it is tried when a run starts, does not show."""
+    prompt = SharedPrompt._prompt
+
+    def forgetful(self: SharedPrompt, query: torch.Tensor, keys_values: KeysValues, *rest: Any) -> torch.Tensor:
+        key, value = (tensor[:, :, -query.shape[2] :] for tensor in keys_values)
+        return prompt(self, query, (key, value), *rest)
+
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    monkeypatch.setattr(SharedPrompt, "_prompt", forgetful)
+    assert main(["check", str(tmp_path)]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
