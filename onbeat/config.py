@@ -202,7 +202,7 @@ class TrainerConfig(_Section):
     pack_tokens: _Positive = 768
     """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
     better and makes the trainer wait."""
-    max_tokens: _Positive = 4096
+    max_tokens: _Positive = 2048
     """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
     resources: Resources = {"CPU": 1.0}
     """With the launcher ray: what each rank is given of its host."""

@@ -294,7 +294,7 @@ def loader_settings(config: Config, sampling: Sampling) -> LoaderSettings:
         elide=config.algorithm.loss is None and config.algorithm.beta == 0,
         elide_at_start=config.algorithm.loss is None and config.algorithm.kl != "k1",
         updates_per_period=config.schedule.updates_per_period,
-        pack_tokens=config.trainer.pack_tokens,
+        pack_tokens=min(config.trainer.pack_tokens, config.trainer.max_tokens),
         num_ranks=config.trainer.data_parallel,
         rounds=config.trainer.shards,
     )

@@ -5,7 +5,7 @@ Axes: S sequences of L tokens go through the model; T completion tokens, of all 
     plain    S = completions, each with its own copy of the prompt, padded on the right (causal: no mask needed)
     shared   S = 1: for each group [prompt | completion | completion | …], no padding anywhere. Every completion sees
              the prompt and itself, and its positions go on from the prompt's end. The prompt is computed once; so is
-             what the prompts of several groups begin with (a system message): [prefix | rest of prompt | completion …]
+             what all prompts of a pack begin with (a system message): [prefix | rest of prompt | completion …]
 
 In both, the prediction of a completion's first token stands at the prompt's last position. In the shared form the
 completions of a group stand in order of their length, so that those of similar length are one `Block`: for attention
@@ -27,6 +27,9 @@ from onbeat.types import TrainGroup
 
 MIN_PREFIX = 8
 """Tokens: fewer are not worth a step of their own."""
+PAIRS_PER_TOKEN = 6000
+"""A token's way through a layer, in pairs of query and key: of a prompt without prefix attention computes half of all
+pairs, of one with a prefix all of its own. So it is in SmolLM2-135M; in a larger model a token is worth more pairs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +72,7 @@ class Segment:
     """One group in the shared sequence: its prompt from the prefix on, and its completions."""
 
     own_prompt_length: int
-    """0 if its prompt was computed before."""
+    """Tokens of its prompt after the prefix, at least one; 0 if its prompt was computed before."""
     prompt_length: int
     blocks: tuple[Block, ...]
 
@@ -208,13 +211,16 @@ class _Row:
 
 
 def _prefix_length(groups: Sequence[TrainGroup]) -> int:
-    """With how many tokens the prompts of all groups begin alike; every prompt keeps one of its own. 0 if too few."""
+    """With how many tokens the prompts of all groups begin alike; every prompt keeps one of its own. 0 if computing
+    them once gains nothing."""
     prompts = [group.prompt_ids for group in groups]
     if len(prompts) == 1:
         return 0
     alike = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
     length = min(sum(1 for _ in alike), *(len(prompt) - 1 for prompt in prompts))
-    return length if length >= MIN_PREFIX else 0
+    saved = PAIRS_PER_TOKEN * (len(prompts) - 1) * length
+    pays = length >= MIN_PREFIX and saved >= sum((len(prompt) - length) ** 2 for prompt in prompts)
+    return length if pays else 0
 
 
 def _by_length(group: TrainGroup) -> list[_Row]:

@@ -3,7 +3,10 @@
 A pack is closed when another group like its last one would take it over `max_tokens`, or when the next one does; a
 group larger than that goes alone. Closing early matters: a pack that waits for one more group is a trainer that waits.
 
-A group larger than one pass may be (trainer.max_tokens) is split: its prompt once, then its completions in parts.
+Tokens are counted as if every group had its prompt to itself; what prompts of a pack begin with may be computed once.
+
+A group larger than one pass may be (trainer.max_tokens) is split: its prompt once, then its completions in parts. Where
+prompts cannot be shared, the completions alone, each with its prompt (`plain_parts`).
 """
 
 from __future__ import annotations
@@ -50,21 +53,41 @@ def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
     """
     parts: list[list[int]] = []
     room = 0
-    order = sorted(range(len(group.completion_ids)), key=lambda index: -len(group.completion_ids[index]))
-    for index in order:
+    for index in _longest_first(group):
         length = len(group.completion_ids[index])
         if not parts or length > room:
             parts.append([])
             room = max_tokens
         parts[-1].append(index)
         room -= length
-    return [
-        TrainGroup(
-            slot=group.slot,
-            prompt_ids=group.prompt_ids,
-            completion_ids=tuple(group.completion_ids[index] for index in part),
-            sampler_logprobs=tuple(group.sampler_logprobs[index] for index in part),
-            advantages=tuple(group.advantages[index] for index in part),
-        )
-        for part in parts
-    ]
+    return [_part(group, part) for part in parts]
+
+
+def plain_parts(groups: tuple[TrainGroup, ...], max_tokens: int) -> list[tuple[TrainGroup, ...]]:
+    """What a trainer that cannot share prompts computes in one pass each: all at once, or, if that is more than
+    `max_tokens` tokens with prompts and padding, the completions of each group in batches of at most as many."""
+    longest = max(len(group.prompt_ids) + max(map(len, group.completion_ids)) for group in groups)
+    if longest * sum(len(group.completion_ids) for group in groups) <= max_tokens:
+        return [groups]
+    parts: list[tuple[TrainGroup, ...]] = []
+    for group in groups:
+        order = _longest_first(group)
+        while order:
+            count = max(1, max_tokens // (len(group.prompt_ids) + len(group.completion_ids[order[0]])))
+            parts.append((_part(group, order[:count]),))
+            order = order[count:]
+    return parts
+
+
+def _longest_first(group: TrainGroup) -> list[int]:
+    return sorted(range(len(group.completion_ids)), key=lambda index: -len(group.completion_ids[index]))
+
+
+def _part(group: TrainGroup, completions: list[int]) -> TrainGroup:
+    return TrainGroup(
+        slot=group.slot,
+        prompt_ids=group.prompt_ids,
+        completion_ids=tuple(group.completion_ids[index] for index in completions),
+        sampler_logprobs=tuple(group.sampler_logprobs[index] for index in completions),
+        advantages=tuple(group.advantages[index] for index in completions),
+    )

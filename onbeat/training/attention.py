@@ -3,10 +3,10 @@
 Registered under a name, found by the model through its attention interface, told the layout by a keyword that travels
 through the model's forward: nothing is patched.
 
-    group in the sequence      [prompt P | completion | completion | … ]
-    prompt                     causal over itself
-    block of C completions     a batch of C over [prompt's keys | own keys]
-    prefix of all prompts      once, first: causal over itself; prompts are [prefix's keys | own keys] then
+    sequence                   [prefix | prompt | completion | completion | … | prompt | completion | … ]
+    prefix of all prompts      causal over itself, if there is one
+    prompt of a group          causal over [prefix's keys | own keys]
+    block of C completions     a batch of C over [prefix's and prompt's keys | own keys]
 
 All by scaled_dot_product_attention: the kernel that runs, forward and backward, on every device. The prompt's keys are
 copied per completion, for attention alone: on a CPU that is faster than products over one copy whose softmaxes are

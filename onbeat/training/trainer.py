@@ -22,7 +22,7 @@ from msgspec import structs
 from onbeat.algorithms.base import Tokens
 from onbeat.algorithms.catalogue import algorithm_of
 from onbeat.batch.layout import Layout
-from onbeat.batch.pack import num_parts, split_group
+from onbeat.batch.pack import num_parts, plain_parts, split_group
 from onbeat.checkpoint import Tensor
 from onbeat.config import Config, LoraSection, TrainerConfig
 from onbeat.device import load_into_host_memory, local_part
@@ -107,6 +107,10 @@ class PolicyTrainer:
             parts = max(parts_of_round, num_parts(microbatch, self._settings.max_tokens))
         if parts:
             self._accumulate_in_parts(microbatch, parts)
+        elif groups and self.why_not_shared is not None and not self._settings.shards:
+            for part in plain_parts(groups, self._settings.max_tokens):
+                layout = Layout.plain(part)
+                self._backward(layout, self._models.logprobs(layout))
         elif groups:
             layout = self._models.layout(groups)
             self._backward(layout, self._models.logprobs(layout))
