@@ -29,7 +29,7 @@ from onbeat.weights.snapshot import write
 from tests.cluster import jobs
 from tests.cluster.ranks import Pools
 from tests.equivalence.test_shared_prompt import all_in_float64, random_group
-from tests.fakes.models import tiny_model
+from tests.fakes.models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -94,7 +94,8 @@ def make_config(model_dir: str, layout: dict[str, Any] | None = None, **sections
 def packs_of(seed: int, sizes: Sequence[int]) -> list[tuple[TrainGroup, ...]]:
     """As many packs, of so many groups each; with advantages that float32 holds exactly."""
     rng = random.Random(seed)
-    groups = [random_group(rng, slot, rng.choice([1, 2, 3, 8])) for slot in range(sum(sizes))]
+    prefix = tuple(rng.randrange(VOCABULARY) for _ in range(12))
+    groups = [random_group(rng, slot, rng.choice([1, 2, 3, 8]), prefix) for slot in range(sum(sizes))]
     exact = [structs.replace(g, advantages=tuple(rng.randint(-12, 12) / 8 for _ in g.advantages)) for g in groups]
     remaining = iter(exact)
     return [tuple(next(remaining) for _ in range(size)) for size in sizes]

@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 from onbeat.checkpoint import write_part
 from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
+from onbeat.training import tri_model
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from tests.equivalence.test_gradients import random_group
@@ -46,6 +50,14 @@ def make_trainer(model_dir: str, beta: float = 0.0, updates: int = 1, kl: str = 
     return PolicyTrainer(config, model_dir)
 
 
+@contextmanager
+def forwards_per_group(expected: int) -> Iterator[None]:
+    """Of all models together, counted where a model is run."""
+    with mock.patch.object(tri_model, "completion_logprobs", wraps=tri_model.completion_logprobs) as calls:
+        yield
+    assert calls.call_count == 3 * expected
+
+
 def gradients(trainer: PolicyTrainer, groups: list[TrainGroup]) -> list[torch.Tensor]:
     for index, group in enumerate(groups):
         trainer.accumulate(MicroBatch(period=0, update=0, index=index, rank=0, groups=(group,)))
@@ -68,15 +80,18 @@ def random_groups(seed: int) -> list[TrainGroup]:
 @settings(max_examples=5)
 def test_old_is_not_run_while_the_weights_have_not_moved(model_dir: str, seed: int) -> None:
     trainer = make_trainer(model_dir, updates=2)
-    elided = gradients(trainer, random_groups(seed))
+    with forwards_per_group(1):
+        elided = gradients(trainer, random_groups(seed))
     trainer._models._moved = True  # makes the old policy run; its weights are still those of the policy
-    assert_same_bits(gradients(trainer, random_groups(seed)), elided)
+    with forwards_per_group(2):
+        assert_same_bits(gradients(trainer, random_groups(seed)), elided)
 
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=5)
 def test_the_reference_is_not_run_when_the_kl_has_no_weight(model_dir: str, seed: int) -> None:
-    elided = gradients(make_trainer(model_dir), random_groups(seed))
+    with forwards_per_group(1):
+        elided = gradients(make_trainer(model_dir), random_groups(seed))
     trainer = make_trainer(model_dir, beta=0.5)
     assert trainer._models.reference is not None
     trainer._loss_settings = trainer._loss_settings.model_copy(update={"beta": 0.0})
@@ -90,9 +105,11 @@ def test_the_reference_is_not_run_when_the_kl_has_no_weight(model_dir: str, seed
 def test_the_reference_is_not_run_before_the_first_update(model_dir: str, kl: str, seed: int) -> None:
     trainer = make_trainer(model_dir, beta=0.5, kl=kl)
     assert trainer._models.at_start
-    elided = gradients(trainer, random_groups(seed))
+    with forwards_per_group(1):
+        elided = gradients(trainer, random_groups(seed))
     trainer._models.at_start = False  # makes the reference run; the policy is still the same
-    assert_same_bits(gradients(trainer, random_groups(seed)), elided)
+    with forwards_per_group(2):
+        assert_same_bits(gradients(trainer, random_groups(seed)), elided)
 
 
 def test_the_reference_runs_from_the_first_update_on_also_in_a_run_that_was_resumed(

@@ -6,15 +6,20 @@ import copy
 import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from transformers import CohereConfig, CohereForCausalLM
 
+from onbeat.batch.layout import Layout
 from onbeat.config import Config
 from onbeat.device import load_model
 from onbeat.recipe import from_tree
+from onbeat.training import tri_model
 from onbeat.training.attention import ATTENTION
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -26,6 +31,17 @@ from tests.fakes.models import VOCABULARY, tiny_model
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("model")
     tiny_model("llama").save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def plain_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a model that scales its logits, which shared prompts do not know of."""
+    directory = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = CohereConfig(vocab_size=VOCABULARY, num_key_value_heads=2, logit_scale=0.25, **sizes)
+    CohereForCausalLM(config).save_pretrained(directory)
     return str(directory)
 
 
@@ -101,13 +117,30 @@ def test_permuted_and_repacked_groups_give_the_same_gradient_to_1e_6(
     assert relative_difference(gradient(trainer), in_order) < 1e-6
 
 
+@given(groups=train_groups(), max_tokens=st.integers(33, 120))
+@settings(max_examples=10)
+def test_a_model_that_cannot_share_prompts_is_trained_in_passes_no_larger_than_the_limit(
+    plain_model_dir: str, groups: list[TrainGroup], max_tokens: int
+) -> None:
+    whole = PolicyTrainer(make_config(plain_model_dir, beta=0.05), plain_model_dir)
+    assert whole.why_not_shared is not None
+    accumulate(whole, [groups])
+    expected = gradient(whole)
+    trainer = PolicyTrainer(make_config(plain_model_dir, {"max_tokens": max_tokens}, beta=0.05), plain_model_dir)
+    with mock.patch.object(tri_model, "completion_logprobs", wraps=tri_model.completion_logprobs) as passes:
+        accumulate(trainer, [groups])
+    assert max(call.args[1].tokens_S_L.numel() for call in passes.call_args_list) <= max_tokens
+    assert relative_difference(gradient(trainer), expected) < 1e-5
+
+
 def test_the_same_groups_give_the_same_bits_again_on_two_threads(model_dir: str) -> None:
     """Large enough that torch splits operations over threads; some of them then add in any order, unless forbidden."""
     rng = random.Random(2)
     completions = tuple(tuple(rng.randrange(VOCABULARY) for _ in range(40)) for _ in range(24))
+    prompt_ids = tuple(rng.randrange(VOCABULARY) for _ in range(50))
     group = TrainGroup(
         slot=0,
-        prompt_ids=tuple(rng.randrange(VOCABULARY) for _ in range(50)),
+        prompt_ids=prompt_ids,
         completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * 40 for _ in completions),
         advantages=tuple(rng.gauss(0, 1) for _ in completions),
@@ -116,8 +149,10 @@ def test_the_same_groups_give_the_same_bits_again_on_two_threads(model_dir: str)
     try:
         trainer = PolicyTrainer(make_config(model_dir, beta=0.05), model_dir)
         found = []
+        alike = structs.replace(group, slot=1, prompt_ids=(*prompt_ids[:-4], 1, 2, 3, 4))
+        assert Layout.shared([group, alike]).prefix_length >= 46
         for _ in range(10):
-            accumulate(trainer, [[group]])
+            accumulate(trainer, [[group], [group, alike]])
             found.append(gradient(trainer))
     finally:
         torch.set_num_threads(1)

@@ -24,6 +24,8 @@ from transformers import (
     Lfm2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from onbeat.batch.layout import MIN_PREFIX, Layout
@@ -211,15 +213,22 @@ def test_shared_equals_plain_in_float64(
         check_forms(model, groups, max_tokens, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("prefix_length", [MIN_PREFIX, 25])
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
-def test_prompts_that_begin_alike_share_the_beginning_and_change_nothing(architecture: str, prefix_length: int) -> None:
+def test_prompts_that_begin_alike_share_the_beginning_and_change_nothing(
+    architecture: str, prefix_length: int, checkpointing: bool
+) -> None:
     rng = random.Random(prefix_length)
     prefix = tokens(rng, prefix_length)
     groups = [random_group(rng, slot, 4, prefix) for slot in range(3)]
     assert Layout.shared(groups).prefix_length >= prefix_length
+    model = copy.deepcopy(tiny_model(architecture)).double()
+    if checkpointing:
+        model.train()
+        checkpoint_layers(model)
     with all_in_float64():
-        check_forms(copy.deepcopy(tiny_model(architecture)).double(), groups, max_tokens=20, tolerance=1e-9)
+        check_forms(model, groups, max_tokens=20, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
@@ -271,8 +280,19 @@ def test_these_architectures_share_prompts(architecture: str) -> None:
             ),
             "differ by",
         ),
+        (
+            lambda: Qwen2MoeForCausalLM(
+                Qwen2MoeConfig(
+                    vocab_size=96, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=4,
+                    shared_expert_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2, sliding_window=512, layer_types=["sliding_attention"] * 2,
+                    use_sliding_window=True,
+                )
+            ),
+            "does not tell its attention of its sliding window of 512 tokens",
+        ),
     ],
-    ids=["mamba", "lfm2", "cohere"],
+    ids=["mamba", "lfm2", "cohere", "window in the mask alone"],
 )  # fmt: skip
 def test_a_model_that_cannot_share_is_trained_plain_and_told_with_the_reason(
     model: Any, reason: str, tmp_path: Path
@@ -301,8 +321,18 @@ def test_what_all_prompts_of_a_pack_begin_with_is_computed_once() -> None:
     prefix = tokens(rng, 30)
     groups = [random_group(rng, slot, 4, prefix) for slot in range(3)]
     layout = Layout.shared(groups)
+    assert layout.prefix_length == 30
     assert tuple(layout.tokens_S_L[0, :30].tolist()) == prefix
     assert layout.tokens_S_L.numel() == sum(group.num_tokens for group in groups) - 2 * layout.prefix_length
+
+
+def test_a_few_tokens_alike_before_long_prompts_are_not_worth_a_prefix() -> None:
+    rng = random.Random(0)
+    prefix = tokens(rng, MIN_PREFIX)
+    long = [structs.replace(random_group(rng, n, 4), prompt_ids=prefix + tokens(rng, 300)) for n in range(2)]
+    assert Layout.shared(long).prefix_length == 0
+    short = [structs.replace(group, prompt_ids=group.prompt_ids[:40]) for group in long]
+    assert Layout.shared(short).prefix_length == MIN_PREFIX
 
 
 def test_a_prompt_keeps_a_token_of_its_own_though_all_prompts_are_the_same() -> None:
