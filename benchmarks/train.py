@@ -7,10 +7,15 @@ workers' environment. Replicated: the model's own forward over a batch of the gr
 positions only, torch's own backward. Shared: onbeat's, as many groups in a micro-batch as trainer.pack_tokens puts
 there; the time is that of one group. Medians of interleaved turns. Writes docs/bench-train.json.
 
+*Possible* is the ratio of FLOPs: the head and most of attention see the completions in both forms. Prefix: a pack of
+groups whose prompts begin alike, against one whose prompts do not. Elisions: a group through the trainer, with each
+model forced to run, and without.
+
 Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is that of large
 matrix products just before and just after the turn: the machine is not equally fast in every minute. Peak memory is
-that of a process that trains 4,096 packed tokens, with the head in chunks and with the logits of all positions built,
-gradient checkpointing off and on, in the environment workers get then, beside that of the libraries alone.
+that of a process that trains a group of 4,096 packed tokens: as the trainer does by default, in parts of
+trainer.max_tokens; in one pass with the head in chunks; and in one pass with the logits of all positions built.
+Gradient checkpointing off and on, in the environment workers get then, beside that of the libraries alone.
 """
 
 from __future__ import annotations
@@ -33,16 +38,18 @@ from onbeat.environment import prepare_this_process, torch_environment
 
 SHAPES = [(45, 8, 15), (128, 8, 128), (512, 8, 128), (512, 16, 32)]
 """(prompt tokens, group size, completion tokens)"""
+PREFIX_TOKENS = 25
 MEMORY_SHAPE = (512, 28, 128)
 NUM_TOKENS = 4096
 """Of MEMORY_SHAPE, packed."""
+WAYS = ("nothing", "as by default", "in one pass", "all logits")
 REPEATS = 3
 ENOUGH_S = 60.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--memory", choices=["nothing", "chunked", "all logits"])
+    parser.add_argument("--memory", choices=WAYS)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--shape", type=int, help="only the n-th shape, nothing written")
     parser.add_argument("--repeats", type=int, default=REPEATS)
@@ -62,7 +69,9 @@ def main() -> int:
     result = {"machine": machine(), "code": code(), "memory_bytes": measure_memory(), "shapes": [], "elisions": {}}
     model = load()
     result["shapes"] = [measure_shape(model, shape, arguments.repeats) for shape in SHAPES]
-    measure_elisions(result, model, arguments.repeats)
+    result["prefix"] = measure_prefix(model, arguments.repeats)
+    del model
+    result["elisions"] = measure_elisions(arguments.repeats)
     (ROOT / "docs" / "bench-train.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
@@ -71,7 +80,7 @@ def measure_memory() -> dict[str, int]:
     """Peak bytes of a process of its own, for each way to train MEMORY_SHAPE."""
     found: dict[str, int] = {}
     for checkpointing in (False, True):
-        for how in ("nothing", "chunked", "all logits"):
+        for how in WAYS:
             flags = ["--memory", how, *(["--checkpointing"] if checkpointing else [])]
             environment = {key: value for key, value in os.environ.items() if key != "MKL_CBWR"}
             done = subprocess.run(
@@ -92,15 +101,16 @@ def load() -> Any:
     return load_model(smollm2()).train()
 
 
-def random_group(shape: tuple[int, int, int], vocabulary: int, seed: int = 0) -> Any:
+def random_group(shape: tuple[int, int, int], vocabulary: int, seed: int = 0, alike: int = 0) -> Any:
+    """The first `alike` tokens of the prompt are the same for every seed."""
     from onbeat.types import TrainGroup
 
-    rng = random.Random(seed)
+    rng, prefix = random.Random(seed), random.Random(0)
     prompt, size, length = shape
     completions = tuple(tuple(rng.randrange(vocabulary) for _ in range(length)) for _ in range(size))
     return TrainGroup(
         slot=0,
-        prompt_ids=tuple(rng.randrange(vocabulary) for _ in range(prompt)),
+        prompt_ids=tuple((prefix if at < alike else rng).randrange(vocabulary) for at in range(prompt)),
         completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * length for _ in completions),
         advantages=tuple(rng.gauss(0, 1) for _ in completions),
@@ -137,13 +147,14 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     middle = {name: median(values) for name, values in times.items()}
     token_ratio = size * (prompt + length) / (prompt + size * length)
     ratio = median(a / b for a, b in zip(times["replicated"], times["shared"], strict=True))
-    useful = useful_flops(model.config, shape)
+    useful = flops(model.config, shape, shared=True)
+    possible = flops(model.config, shape, shared=False) / useful / token_ratio
     shares = [useful / seconds / peak for seconds, peak in zip(times["shared"], peaks["shared"], strict=True)]
     share = median(shares)
     print(
         f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {middle['replicated']:.2f} s, "
-        f"shared {middle['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.0f} % of the token ratio "
-        f"{token_ratio:.2f}; useful FLOPS {100 * share:.0f} % of the GEMM peak "
+        f"shared {middle['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.1f} % of the token ratio "
+        f"{token_ratio:.2f} ({100 * possible:.0f} possible); useful FLOPS {100 * share:.1f} % of the GEMM peak "
         f"({100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} turns)",
         flush=True,
     )
@@ -156,42 +167,88 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
         "ratio": ratio,
         "of_token_ratio": ratio / token_ratio,
         "token_ratio": token_ratio,
+        "possible": possible,
         "gemm_peak_flops": peaks["shared"],
         "useful_shares_of_peak": shares,
     }
 
 
-def measure_elisions(result: dict[str, Any], model: Any, repeats: int) -> None:
-    """Seconds of a group (45, 8, 15) with each of the passes that can be left out."""
-    import torch
-
+def measure_prefix(model: Any, repeats: int) -> dict[str, Any]:
+    """Seconds of a pack whose prompts begin with PREFIX_TOKENS alike, and of one whose prompts do not."""
     from onbeat.batch.layout import Layout
     from onbeat.training.forward import completion_logprobs, share_prompts
 
     share_prompts(model)
-    layout = Layout.shared([random_group(SHAPES[0], model.config.vocab_size)])
 
-    def train() -> None:
-        logprobs, _ = completion_logprobs(model, layout, 1.0)
-        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    def way(alike: int) -> Callable[[], None]:
+        groups = [random_group(SHAPES[0], model.config.vocab_size, seed, alike) for seed in range(4)]
+        layout = Layout.shared(groups)
+        assert layout.prefix_length >= alike
 
-    def forward_only() -> None:
-        with torch.no_grad():
-            completion_logprobs(model, layout, 1.0)
+        def run() -> None:
+            logprobs, _ = completion_logprobs(model, layout, 1.0)
+            (layout.advantage_T * logprobs / layout.length_T).sum().backward()
 
-    times, _ = interleaved({"forward and backward": train, "one more forward": forward_only}, repeats)
-    whole, forward = (median(values) for values in times.values())
-    result["elisions"] = {
-        "seconds": times,
-        "old not run": forward / (whole + forward),
-        "reference not run": forward / (whole + forward),
-        "group without advantage not run": 1.0,
-    }
+        return run
+
+    times, _ = interleaved({"different": way(0), "alike": way(PREFIX_TOKENS)}, repeats)
+    different, alike = (median(values) for values in times.values())
     print(
-        f"elisions, P 45 G 8 R 15: old or reference not run saves {forward:.2f} s of {whole + forward:.2f} s each; "
-        f"a group without advantage, {whole:.2f} s (with a reference {whole + forward:.2f} s)",
+        f"prefix, 4 groups of P 45 G 8 R 15: {different:.2f} s if prompts differ, {alike:.2f} s if {PREFIX_TOKENS} "
+        "tokens of each are the same",
         flush=True,
     )
+    return {"tokens": PREFIX_TOKENS, "seconds": times}
+
+
+def measure_elisions(repeats: int) -> dict[str, Any]:
+    """Seconds the trainer takes for a group (45, 8, 15), with every model forced to run, and with each left out."""
+    import torch
+
+    from onbeat.recipe import from_tree
+    from onbeat.training.trainer import PolicyTrainer
+    from onbeat.types import MicroBatch
+
+    config = from_tree(
+        {
+            "model": {"path": smollm2()},
+            "data": {"path": "unused.jsonl"},
+            "reward": {"functions": [{"path": "exact_match"}]},
+            "algorithm": {"beta": 0.02},
+            "schedule": {"updates_per_period": 2},
+        }
+    )
+    trainer = PolicyTrainer(config, smollm2())
+    group = random_group(SHAPES[0], trainer.model.config.vocab_size)
+    microbatch = MicroBatch(period=0, update=0, index=0, rank=0, groups=(group,))
+    gradients: dict[str, list[torch.Tensor]] = {}
+
+    def way(name: str, *, old: bool, reference: bool) -> Callable[[], None]:
+        def run() -> None:
+            trainer._models._moved, trainer._models.at_start = old, not reference
+            trainer.accumulate(microbatch)
+            if name not in gradients:
+                gradients[name] = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+            trainer.model.zero_grad(set_to_none=False)
+
+        return run
+
+    ways = {
+        "all three": way("all three", old=True, reference=True),
+        "old left out": way("old left out", old=False, reference=True),
+        "reference left out": way("reference left out", old=True, reference=False),
+        "both left out": way("both left out", old=False, reference=False),
+    }
+    times, _ = interleaved(ways, repeats)
+    seconds = {name: median(values) for name, values in times.items()}
+    same = all(
+        torch.equal(one, other)
+        for found in gradients.values()
+        for one, other in zip(found, gradients["all three"], strict=True)
+    )
+    told = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())
+    print(f"elisions, P 45 G 8 R 15: {told}; a group without advantage, none of it; same bits: {same}", flush=True)
+    return {"seconds": times, "same_bits": same}
 
 
 def interleaved(
@@ -218,14 +275,15 @@ def interleaved(
     return times, peaks
 
 
-def useful_flops(config: Any, shape: tuple[int, int, int]) -> float:
-    """Forward (1) and backward (2) of every token once; head at completion positions; attention over what is seen."""
+def flops(config: Any, shape: tuple[int, int, int], *, shared: bool) -> float:
+    """Forward (1) and backward (2); head at completion positions; attention over what is seen."""
     prompt, size, length = shape
     hidden, layers, dim = config.hidden_size, config.num_hidden_layers, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     per_token = 2 * hidden * (dim * (2 * heads + 2 * kv_heads) + 3 * config.intermediate_size)
-    tokens = prompt + size * length
-    seen = prompt * prompt / 2 + size * (length * prompt + length * length / 2)
+    copies = 1 if shared else size
+    tokens = copies * prompt + size * length
+    seen = copies * prompt * prompt / 2 + size * (length * prompt + length * length / 2)
     attention = 4 * heads * dim * seen
     head = 2 * hidden * config.vocab_size * size * length
     return 3 * (layers * (per_token * tokens + attention) + head)
@@ -236,14 +294,20 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     import torch
 
     from onbeat.batch.layout import Layout
+    from onbeat.batch.pack import split_group
+    from onbeat.config import TrainerConfig
     from onbeat.training import forward
-    from onbeat.training.forward import checkpoint_layers, completion_logprobs, share_prompts
+    from onbeat.training.forward import checkpoint_layers, completion_logprobs, share_prompts, split_prompt
 
     def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float) -> Any:
         """Of every position, as a model's own forward gives them: here of as many rows as there are positions."""
         others = hidden.new_zeros(NUM_TOKENS - len(hidden), hidden.shape[1])
         logprobs = torch.log_softmax(head(torch.cat([hidden, others])) / temperature, dim=-1)
         return logprobs[: len(target)].gather(1, target[:, None])[:, 0], None
+
+    def backward(layout: Layout, *prompt: Any) -> None:
+        logprobs, _ = completion_logprobs(model, layout, 1.0, *prompt)
+        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
 
     if how == "nothing":
         return _largest()
@@ -253,10 +317,14 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     if checkpointing:
         checkpoint_layers(model)
     share_prompts(model)
-    layout = Layout.shared([random_group(MEMORY_SHAPE, model.config.vocab_size)])
-    assert layout.tokens_S_L.shape[1] == NUM_TOKENS
-    logprobs, _ = completion_logprobs(model, layout, 1.0)
-    (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    group = random_group(MEMORY_SHAPE, model.config.vocab_size)
+    assert group.num_tokens == NUM_TOKENS
+    if how == "as by default":
+        with split_prompt(model, group.prompt_ids) as prompt:
+            for part in split_group(group, TrainerConfig().max_tokens):
+                backward(Layout.completions_only(part), prompt)
+    else:
+        backward(Layout.shared([group]))
     return _largest()
 
 
