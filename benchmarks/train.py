@@ -299,7 +299,7 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     from onbeat.training import forward
     from onbeat.training.forward import checkpoint_layers, completion_logprobs, share_prompts, split_prompt
 
-    def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float) -> Any:
+    def all_logits(head: Any, hidden: torch.Tensor, target: torch.Tensor, temperature: float, *, keep: bool) -> Any:
         """Of every position, as a model's own forward gives them: here of as many rows as there are positions."""
         others = hidden.new_zeros(NUM_TOKENS - len(hidden), hidden.shape[1])
         logprobs = torch.log_softmax(head(torch.cat([hidden, others])) / temperature, dim=-1)

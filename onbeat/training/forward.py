@@ -75,7 +75,8 @@ def _completion_logprobs(
         hidden = torch.cat([prompt.last_hidden, hidden])
     # index_select: the backward of plain indexing adds rows that repeat (the prompt's last) in any order of threads.
     predictions = hidden.index_select(0, layout.prediction_T)
-    return head_logprobs(model.get_output_embeddings(), predictions, layout.target_T, temperature)
+    keep = not model.is_gradient_checkpointing
+    return head_logprobs(model.get_output_embeddings(), predictions, layout.target_T, temperature, keep=keep)
 
 
 def prompt_state(model: Any, prompt_ids: Sequence[int]) -> PromptState:

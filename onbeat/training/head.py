@@ -1,8 +1,8 @@
 """Log-probabilities without the logits: head and log-softmax in chunks, at completion positions, forward and backward.
 
 The logits of 4,096 tokens over a vocabulary of 49k take 800 MB, and several times that in backward. Here they exist for
-one chunk of rows at a time; backward computes them once more, unless all of them are small. The weight's gradient is
-added where it is kept (gradients.py).
+one chunk of rows at a time; backward computes them once more, unless all of them are small and layers are not
+checkpointed. The weight's gradient is added where it is kept (gradients.py).
 
 Where the head is spread over a team of ranks, each has the logits of its own words, and they tell each other the sums.
 """
@@ -28,7 +28,7 @@ CHUNK_BYTES = 64 << 20
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """(hidden [T, H], weight [V, H], bias [V] or None, targets [T], temperature, dtype of products, team) →
+    """(hidden [T, H], weight [V, H], bias [V] or None, targets [T], temperature, dtype of products, team, keep) →
     log-probabilities, entropies [T]. With a team, V are this rank's words."""
 
     @staticmethod
@@ -41,13 +41,14 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         dtype: torch.dtype,
         team: Team | None,
+        keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if team is not None:
             target_T = target_T - team.first_word
         logprobs_T = torch.empty(len(target_T), dtype=_exact(hidden_T_H.dtype))
         entropy_T = torch.empty_like(logprobs_T)
         size = len(target_T) * len(weight_V_H) * logprobs_T.element_size()
-        keeps = size <= KEPT_BYTES and any(ctx.needs_input_grad)
+        keeps = keep and size <= KEPT_BYTES and any(ctx.needs_input_grad)
         kept = []
         weight, hidden = weight_V_H.to(dtype), hidden_T_H.to(dtype)
         for rows in _chunks(len(target_T), len(weight_V_H), logprobs_T.element_size()):
@@ -96,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
             team.sum([grad_hidden])
         grad_hidden = grad_hidden.to(ctx.hidden_dtype)
         own = (mine.weight.grad, mine.bias.grad) if mine else (None, None)
-        return grad_hidden, *own, None, None, None, None
+        return grad_hidden, *own, None, None, None, None, None
 
 
 class _Own:
@@ -174,9 +175,10 @@ def _chunks(num_rows: int, vocabulary: int, element_bytes: int) -> list[slice]:
 
 
 def head_logprobs(
-    head: torch.nn.Linear, hidden_T_H: torch.Tensor, target_T: torch.Tensor, temperature: float
+    head: torch.nn.Linear, hidden_T_H: torch.Tensor, target_T: torch.Tensor, temperature: float, *, keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy (without gradient) of each prediction, at the temperature."""
+    """Log-probability of each target and entropy (without gradient) of each prediction, at the temperature. `keep`:
+    small logits may stay until backward."""
     weight: torch.Tensor = head.weight
     bias: torch.Tensor | None = head.bias
     team = None
@@ -187,5 +189,5 @@ def head_logprobs(
         weight, bias = weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias
     dtype = product_dtype(hidden_T_H.dtype)
     with as_given():
-        logprobs, entropy = _HeadLogprobs.apply(hidden_T_H, weight, bias, target_T, temperature, dtype, team)  # type: ignore[no-untyped-call]
+        logprobs, entropy = _HeadLogprobs.apply(hidden_T_H, weight, bias, target_T, temperature, dtype, team, keep)  # type: ignore[no-untyped-call]
     return logprobs, entropy
