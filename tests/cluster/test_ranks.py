@@ -92,9 +92,9 @@ def make_config(model_dir: str, layout: dict[str, Any] | None = None, **sections
 
 
 def packs_of(seed: int, sizes: Sequence[int]) -> list[tuple[TrainGroup, ...]]:
-    """As many packs, of so many groups each; with advantages that float32 holds exactly."""
+    """As many packs, of so many groups each, whose prompts begin alike; with advantages that float32 holds exactly."""
     rng = random.Random(seed)
-    prefix = tuple(rng.randrange(VOCABULARY) for _ in range(12))
+    prefix = tuple(random.Random(seed).choices(range(VOCABULARY), k=12))
     groups = [random_group(rng, slot, rng.choice([1, 2, 3, 8]), prefix) for slot in range(sum(sizes))]
     exact = [structs.replace(g, advantages=tuple(rng.randint(-12, 12) / 8 for _ in g.advantages)) for g in groups]
     remaining = iter(exact)
