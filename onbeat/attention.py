@@ -58,4 +58,7 @@ def why_window_unknown(model: Any) -> str | None:
         model.set_attn_implementation(before)
     if window in heard:
         return None
-    return f"{type(model).__name__} does not tell its attention of its sliding window of {window} tokens"
+    return (
+        f"{type(model).__name__} does not tell its attention of its sliding window of {window} tokens (if no sequence "
+        "gets that long, set sliding_window to null in its config.json)"
+    )

@@ -33,7 +33,7 @@ PREFIX_TOKENS = 20
 PART_TOKENS = 60
 """Of a group computed in parts."""
 LONGEST = 2048
-"""Tokens of the group that is to be longer than the window."""
+"""Tokens of a prompt: no window is tried that is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +116,8 @@ def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) ->
     alone = [[group(rng.randint(30, 90))] for _ in range(NUM_GROUPS)]
     together = [group(rng.randint(10, 30), prefix) for _ in range(NUM_GROUPS)]
     window = getattr(config, "sliding_window", None)
-    beyond = [group(min(window + 8, LONGEST))] if window else []
-    if window and window >= LONGEST:
+    beyond = [group(window + 8)] if window and window + 8 <= LONGEST else []
+    if window and not beyond:
         say(f"the window of {window} tokens is longer than any group tried here: what it does was not seen")
 
     def run_plain(groups: list[TrainGroup]) -> FormRun:
@@ -181,8 +181,8 @@ def plain_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
     found = []
     for group in groups:
         layout = Layout.plain([group])
-        first = len(group.prompt_ids) - 1
-        logits = model(layout.tokens_S_L, use_cache=False).logits[:, first:].float()
+        wanted = torch.arange(len(group.prompt_ids) - 1, layout.tokens_S_L.shape[1])
+        logits = model(layout.tokens_S_L, use_cache=False, logits_to_keep=wanted).logits.float()
         logprobs = torch.log_softmax(logits, dim=-1)
         rows = zip(logprobs, group.completion_ids, strict=True)
         mine = torch.cat([row[: len(ids)].gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in rows])

@@ -203,7 +203,9 @@ class TrainerConfig(_Section):
     """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
     better and makes the trainer wait."""
     max_tokens: _Positive = 2048
-    """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass."""
+    """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass. A model that
+    cannot share prompts is given its completions in batches of so many, prompts included, unless its weights are
+    sharded."""
     resources: Resources = {"CPU": 1.0}
     """With the launcher ray: what each rank is given of its host."""
 

@@ -27,6 +27,8 @@ from transformers import (
     Lfm2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from onbeat.errors import InputError
@@ -328,11 +330,16 @@ def test_sampled_first_tokens_follow_the_exact_softmax(temperature: float) -> No
         lambda: Lfm2ForCausalLM(Lfm2Config(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
                                            num_key_value_heads=2, layer_types=["conv", "full_attention"])),
         lambda: BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=2)),
+        lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(
+            vocab_size=96, hidden_size=64, moe_intermediate_size=32, num_experts=4, shared_expert_intermediate_size=32,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=512,
+            layer_types=["sliding_attention"] * 2, use_sliding_window=True)),
     ],
-    ids=["mamba", "lfm2", "bloom"],
+    ids=["mamba", "lfm2", "bloom", "window in the mask alone"],
 )  # fmt: skip
 def test_a_model_the_engine_cannot_decode_is_refused_with_the_reason(model: Any) -> None:
-    with pytest.raises(InputError, match=r"ForCausalLM (has layers of a kind|does not let its attention)"):
+    reasons = r"ForCausalLM (has layers of a kind|does not let its attention|does not tell its attention of its)"
+    with pytest.raises(InputError, match=reasons):
         Engine(model(), max_sequences=4)
 
 
