@@ -39,6 +39,10 @@ TORCH_ENVIRONMENT = EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT | ALLOCATOR_ENVIRON
 """For a process that is going to import torch; the allocator reads its part when the process starts."""
 
 
+COMPACT_BYTES = 1 << 30
+"""A compact process above this gives back what it has freed before it asks for more."""
+
+
 def torch_environment(*, compact: bool) -> dict[str, str]:
     """For a process that is going to import torch; `compact` where memory matters more than a tenth of the time.
 
@@ -70,9 +74,18 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def _limit_allocator() -> None:
+    """Only the compact one can be told; it must be in the process already, from its environment."""
+    if "tbbmalloc_proxy" in os.environ.get("LD_PRELOAD", ""):
+        set_soft_heap_limit = 1
+        library = ctypes.CDLL("libtbbmalloc.so.2")
+        library.scalable_allocation_mode(set_soft_heap_limit, ctypes.c_ssize_t(COMPACT_BYTES))
+
+
 def prepare_this_process() -> None:
-    """Before torch is imported: the environment, and the OpenMP runtime torch is to find."""
+    """Before torch is imported: the environment, the allocator, and the OpenMP runtime torch is to find."""
     os.environ.update(EXACT_ENVIRONMENT | _THREADS_ENVIRONMENT)
+    _limit_allocator()
     if runtime := _openmp_runtime():
         ctypes.CDLL(str(runtime), mode=os.RTLD_GLOBAL)
         start_openmp()

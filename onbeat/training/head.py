@@ -1,7 +1,7 @@
 """Log-probabilities without the logits: head and log-softmax in chunks, at completion positions, forward and backward.
 
 The logits of 4,096 tokens over a vocabulary of 49k take 800 MB, and several times that in backward. Here they exist for
-one chunk of rows at a time; backward computes them once more, unless all of them are small and layers are not
+one chunk of rows at a time; backward computes them once more, but for the first chunks where layers are not
 checkpointed. The weight's gradient is added where it is kept (gradients.py).
 
 Where the head is spread over a team of ranks, each has the logits of its own words, and they tell each other the sums.
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from onbeat.device import as_given, product_dtype
 from onbeat.training.gradients import add, add_product
 
-KEPT_BYTES = 512 << 20
-"""So much may stay from forward to backward; a larger micro-batch, where memory is short, computes its logits twice."""
+KEPT_BYTES = 256 << 20
+"""So much may stay from forward to backward: chunks beyond are computed twice."""
 
 CHUNK_BYTES = 64 << 20
 """Of logits at a time."""
@@ -47,8 +47,7 @@ class _HeadLogprobs(torch.autograd.Function):
             target_T = target_T - team.first_word
         logprobs_T = torch.empty(len(target_T), dtype=_exact(hidden_T_H.dtype))
         entropy_T = torch.empty_like(logprobs_T)
-        size = len(target_T) * len(weight_V_H) * logprobs_T.element_size()
-        keeps = keep and size <= KEPT_BYTES and any(ctx.needs_input_grad)
+        room = KEPT_BYTES if keep and any(ctx.needs_input_grad) else 0
         kept = []
         weight, hidden = weight_V_H.to(dtype), hidden_T_H.to(dtype)
         for rows in _chunks(len(target_T), len(weight_V_H), logprobs_T.element_size()):
@@ -60,8 +59,11 @@ class _HeadLogprobs(torch.autograd.Function):
                 team.sum([of_target, mean_logit])
             logprobs_T[rows] = of_target - log_total
             entropy_T[rows] = log_total - mean_logit
-            if keeps:
+            if probabilities.nbytes <= room:
+                room -= probabilities.nbytes
                 kept.append(probabilities)
+            else:
+                room = 0  # the last chunk may be smaller: none after one that was not kept
         ctx.save_for_backward(hidden, target_T, *kept)
         ctx.weight, ctx.bias, ctx.temperature, ctx.team = weight_V_H, bias_V, temperature, team
         ctx.hidden_dtype = hidden_T_H.dtype
@@ -77,7 +79,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_T_H)
         mine = _Own(weight_V_H, bias_V) if team is not None else None
         for number, rows in enumerate(_chunks(len(target_T), len(weight_V_H), scale_T.element_size())):
-            if kept:
+            if number < len(kept):
                 probabilities = kept[number]
             else:
                 logits = _logits(hidden_T_H[rows], weight, bias_V, ctx.temperature)
@@ -178,7 +180,7 @@ def head_logprobs(
     head: torch.nn.Linear, hidden_T_H: torch.Tensor, target_T: torch.Tensor, temperature: float, *, keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy (without gradient) of each prediction, at the temperature. `keep`:
-    small logits may stay until backward."""
+    the first chunks may stay until backward."""
     weight: torch.Tensor = head.weight
     bias: torch.Tensor | None = head.bias
     team = None

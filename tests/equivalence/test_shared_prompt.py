@@ -231,7 +231,7 @@ def test_prompts_that_begin_alike_share_the_beginning_and_change_nothing(
         check_forms(model, groups, max_tokens=20, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("kept_bytes", [0, 30000, 1 << 30])
 @pytest.mark.parametrize("chunk_bytes", [1, 20000])
 @given(groups=train_groups(), max_tokens=st.integers(1, 40))
 @settings(max_examples=3)
