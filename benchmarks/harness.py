@@ -119,9 +119,13 @@ def sources(script: str) -> str:
 
 
 def command() -> str:
-    """As it was called, for the record."""
+    """As it was called, for the record; where the figures went is no part of it."""
     script = Path(sys.argv[0]).resolve()
-    return shlex.join(["python", str(script.relative_to(ROOT)), *(word for word in sys.argv[1:] if word != "--again")])
+    words = [word for word in sys.argv[1:] if word != "--again"]
+    if "--to" in words:
+        at = words.index("--to")
+        del words[at : at + 2]
+    return shlex.join(["python", str(script.relative_to(ROOT)), *words])
 
 
 @dataclass(frozen=True, slots=True)
