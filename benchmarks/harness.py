@@ -121,10 +121,10 @@ def sources(script: str) -> str:
 def command() -> str:
     """As it was called, for the record; where the figures went is no part of it."""
     script = Path(sys.argv[0]).resolve()
-    words = [word for word in sys.argv[1:] if word != "--again"]
-    if "--to" in words:
-        at = words.index("--to")
-        del words[at : at + 2]
+    told = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    told.add_argument("--to")
+    told.add_argument("--again", action="store_true")
+    _, words = told.parse_known_args()
     return shlex.join(["python", str(script.relative_to(ROOT)), *words])
 
 

@@ -75,11 +75,10 @@ def importing() -> Iterator[None]:
 
 
 def _limit_allocator() -> None:
-    """Only the compact one can be told; it must be in the process already, from its environment."""
-    if "tbbmalloc_proxy" in os.environ.get("LD_PRELOAD", ""):
+    """Of a compact process: its allocator came with its environment, and can be told."""
+    if tell := getattr(ctypes.CDLL(None), "scalable_allocation_mode", None):
         set_soft_heap_limit = 1
-        library = ctypes.CDLL("libtbbmalloc.so.2")
-        library.scalable_allocation_mode(set_soft_heap_limit, ctypes.c_ssize_t(COMPACT_BYTES))
+        tell(set_soft_heap_limit, ctypes.c_ssize_t(COMPACT_BYTES))
 
 
 def prepare_this_process() -> None:

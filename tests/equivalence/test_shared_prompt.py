@@ -244,6 +244,33 @@ def test_shared_equals_plain_however_the_head_is_chunked_and_whether_or_not_its_
         check_forms(copy.deepcopy(tiny_model("gemma3")).double(), groups, max_tokens, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 50])
+def test_however_much_of_the_head_is_kept_the_bits_are_the_same(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 rows are three chunks of 13 and one of 11: it would fit where one before it did not."""
+    monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+    generator = torch.Generator().manual_seed(num_rows)
+    layer = torch.nn.Linear(8, VOCABULARY)
+    hidden = torch.randn(num_rows, 8, generator=generator)
+    targets = torch.randint(VOCABULARY, (num_rows,), generator=generator)
+    scale = torch.randn(num_rows, generator=generator)
+
+    def gradients(kept_bytes: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(head, "KEPT_BYTES", kept_bytes)
+        layer.zero_grad()
+        leaf = hidden.clone().requires_grad_()
+        (head.head_logprobs(layer, leaf, targets, 0.7)[0] * scale).sum().backward()
+        return [
+            gradient.clone() for gradient in (leaf.grad, layer.weight.grad, layer.bias.grad) if gradient is not None
+        ]
+
+    expected = gradients(0)
+    assert len(expected) == 3
+    row_bytes = 4 * VOCABULARY
+    for kept_bytes in range(0, (num_rows + 1) * row_bytes, row_bytes):
+        for found, wanted in zip(gradients(kept_bytes), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
 @given(groups=train_groups(), max_tokens=st.integers(1, 40))
 @settings(max_examples=4)
