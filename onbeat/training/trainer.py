@@ -256,6 +256,10 @@ class PolicyTrainer:
             return self._writer.write((name, each.leaf) for name, each in self._parameters.items())
         return self._spread_writer.write(_spread(self._parameters)) or (None, 0, "")
 
+    def snapshot_taken(self) -> None:
+        """Make memory for the next one, which costs several times the copy when it is new: now nobody waits for it."""
+        (self._writer if self._ranks.alone else self._spread_writer).make_ready()
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank. Views: they change with the next step."""
         return rank_state(self._parameters, self._optimizer, self.num_updates, self._ranks.rank, self._ranks.grid)

@@ -81,6 +81,7 @@ class TrainerWorker:
                 self._send(SnapshotTaken(version, digest, num_bytes), None if fd is None else [fd])
                 if fd is not None:
                     os.close(fd)
+                self._trainer.snapshot_taken()
             case SavePart(num_updates=wanted) if wanted != self._trainer.num_updates:
                 self._send(PartSaved(self._trainer.num_updates, None, "the weights have moved"))
             case SavePart(directory=directory):

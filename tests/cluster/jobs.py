@@ -128,15 +128,17 @@ def train_and_publish(ranks: Ranks, config: Config, model_dir: str, updates: Seq
     trainer = Recording(config, model_dir, ranks)
     for packs in updates:
         run_update(trainer, ranks, config, packs)
-    near = [content_of(trainer.snapshot()) for _ in range(3)]
+    near = [published(trainer) for _ in range(3)]
     assert trainer._spread_writer._blocks[-1][1].far_ranks == ()
     trainer._spread_writer = SpreadWriter(ranks, one_host=False)
-    far = [content_of(trainer.snapshot()) for _ in range(3)]
+    far = [published(trainer) for _ in range(3)]
     return Published(trainer.weights(), near, far, trainer._spread_writer._blocks[-1][1].far_ranks)
 
 
-def content_of(snapshot: tuple[int | None, int, str]) -> tuple[bytes, str] | None:
-    fd, size, digest = snapshot
+def published(trainer: PolicyTrainer) -> tuple[bytes, str] | None:
+    """As the trainer's process does it."""
+    fd, size, digest = trainer.snapshot()
+    trainer.snapshot_taken()
     if fd is None:
         return None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 from collections.abc import Iterator
@@ -126,7 +127,8 @@ def test_a_snapshot_cannot_be_changed_by_anybody(fd: int) -> None:
     assert os.fstat(fd).st_size == size
 
 
-def test_a_version_stays_as_it_is_while_the_next_is_written_and_its_memory_serves_the_one_after() -> None:
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_version_stays_as_it_is_while_the_next_is_written_and_its_memory_serves_the_one_after(ready: bool) -> None:
     writer = SnapshotWriter()
     weight = torch.zeros(1000)
     versions = []
@@ -134,6 +136,8 @@ def test_a_version_stays_as_it_is_while_the_next_is_written_and_its_memory_serve
         weight.fill_(value)
         fd, num_bytes, digest = writer.write([("weight", weight)])
         versions.append((fd, num_bytes, digest))
+        if ready:
+            writer.make_ready()
         for back in range(min(2, len(versions))):
             fd, num_bytes, digest = versions[-1 - back]
             mapped = Mapped(os.dup(fd), num_bytes)
@@ -148,6 +152,26 @@ def test_a_version_stays_as_it_is_while_the_next_is_written_and_its_memory_serve
             os.pwrite(fd, b"x", 0)
         os.close(fd)
     writer.close()
+
+
+def test_the_second_version_needs_no_new_memory_once_the_writer_is_ready() -> None:
+    def num_blocks() -> int:
+        gc.collect()
+        open_files = [path for fd in os.listdir("/proc/self/fd") if os.path.lexists(path := f"/proc/self/fd/{fd}")]
+        return len({os.stat(path).st_ino for path in open_files if "onbeat-weights" in os.readlink(path)})
+
+    writer, before = SnapshotWriter(), num_blocks()
+    writer.make_ready()  # nothing is known of its size yet
+    assert num_blocks() == before
+    os.close(writer.write([("weight", torch.ones(1000))])[0])
+    writer.make_ready()
+    assert num_blocks() == before + 2
+    for _ in range(3):
+        os.close(writer.write([("weight", torch.ones(1000))])[0])
+        writer.make_ready()
+        assert num_blocks() == before + 2
+    writer.close()
+    assert num_blocks() == before
 
 
 def test_weights_of_another_size_get_memory_of_their_own() -> None:
