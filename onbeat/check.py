@@ -1,9 +1,9 @@
 """`onbeat check MODEL`: can this model be trusted here? Run it before a new architecture.
 
-Compares the ways onbeat trains (groups that share their prompt, several in a pack whose prompts begin alike, a group in
-parts, one longer than the model's window) with the model's own forward and autograd's own backward over every
-completion: log-probabilities and gradients, on random groups. Tests whether generation is batch-invariant, and times
-the shared against the plain form.
+Compares the ways onbeat trains (groups that share their prompt, several in a pack whose prompts begin alike, a group
+in parts, one longer than the model's window, one whose prompt is not copied) with the model's own forward and
+autograd's own backward over every completion: log-probabilities and gradients, on random groups. Tests whether
+generation is batch-invariant, and times the shared against the plain form.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from typing import Any
 
 import torch
 
+from onbeat.admission import positions
 from onbeat.batch.layout import Layout
 from onbeat.batch.pack import split_group
 from onbeat.device import load_model
 from onbeat.rollout.engine import probe_invariance
 from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
+from onbeat.training.merged import LONG_PROMPT
 from onbeat.types import TrainGroup
 
 LOGPROB_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-4
 """Of the gradient's norm, in float32."""
 NUM_GROUPS = 3
+MOST_TOKENS = 40
+"""Of a completion."""
 PREFIX_TOKENS = 20
 """With which the prompts of the pack begin."""
 PART_TOKENS = 60
@@ -88,7 +92,7 @@ def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
 
 
 def random_group(rng: random.Random, vocabulary: int, prompt_ids: tuple[int, ...]) -> TrainGroup:
-    lengths = [1, *sorted(rng.sample(range(2, 41), 7))]  # the order of the shared form, whole and in parts
+    lengths = [1, *sorted(rng.sample(range(2, MOST_TOKENS + 1), 7))]  # the order of the shared form, whole and in parts
     completions = tuple(_tokens(rng, vocabulary, length) for length in lengths)
     return TrainGroup(
         slot=0,
@@ -120,6 +124,9 @@ def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) ->
     if window and not beyond:
         say(f"the window of {window} tokens is longer than any group tried here: what it does was not seen")
 
+    most = positions(config.to_dict())
+    long = [group(LONG_PROMPT)] if most is None or most >= LONG_PROMPT + MOST_TOKENS else []
+
     def run_plain(groups: list[TrainGroup]) -> FormRun:
         model.set_attn_implementation(own_attention)
         return measured(model, lambda: plain_logprobs(model, groups))
@@ -136,7 +143,7 @@ def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) ->
     run_shared(alone[0])
     pairs = [(run_plain(groups), run_shared(groups)) for groups in alone]
     speedup = sum(plain.seconds for plain, _ in pairs) / sum(shared.seconds for _, shared in pairs)
-    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond) if groups]
+    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond, long) if groups]
     pairs.append((pairs[0][0], run_in_parts()))
     model.set_attn_implementation(own_attention)
     return (

@@ -78,9 +78,14 @@ class Segment:
 
     @property
     def lengths(self) -> list[int]:
-        """Of its parts as they stand in the sequence: the prompt, if it is there, then every block."""
+        """Of its parts as they stand in the sequence: the prompt, if it is there, then all completions."""
         prompt = [self.own_prompt_length] if self.own_prompt_length else []
-        return [*prompt, *(block.end - block.start for block in self.blocks)]
+        return [*prompt, sum(block.end - block.start for block in self.blocks)] if self.blocks else prompt
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest completion."""
+        return max(block.longest for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ through the model's forward: nothing is patched.
     block of C completions     a batch of C over [prefix's and prompt's keys | own keys]
 
 All by scaled_dot_product_attention: the kernel that runs, forward and backward, on every device. The prompt's keys are
-copied per completion, for attention alone: on a CPU that is faster than products over one copy whose softmaxes are
-then merged, and than a mask over the packed sequence by far.
+copied per completion, for attention alone; long prompts on a CPU, where the kernel can be asked for more, are not
+(merged.py).
 
 A layer with a sliding window of W sees W positions back, its own included; of the prompt it needs the last W - 1 keys.
 
@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from onbeat.attention import causal_mask, refuse_unsupported
-from onbeat.batch.layout import Block, Segment
+from onbeat.batch.layout import Segment
+from onbeat.training.merged import as_batch, as_rows, by_block, merged_attention, merges
 
 ATTENTION = "onbeat_shared"
 
@@ -80,19 +81,9 @@ class SharedPrompt:
                 prompt = self.kept[layer]
             if self.keep:
                 self.kept[layer] = prompt
-            length = segment.prompt_length
-            seen = length if window is None else min(length, window - 1)
-            prompt_key, prompt_value = (tensor[:, :, length - seen :] for tensor in prompt)
-            for block in segment.blocks:
+            if segment.blocks:
                 own_query, own_key, own_value = next(rows)
-                attended = _sdpa(
-                    _as_batch(own_query, block),
-                    _after_prompt(prompt_key, _as_batch(own_key, block)),
-                    _after_prompt(prompt_value, _as_batch(own_value, block)),
-                    self._mask(seen, block.longest, window),
-                    scale,
-                )
-                parts.append(_as_rows(attended, block))
+                parts += self._completions(segment, own_query, prompt, (own_key, own_value), scale, window)
         return torch.cat(parts, dim=1)
 
     def _prompt(self, query: torch.Tensor, keys_values: KeysValues, scale: float, window: int | None) -> torch.Tensor:
@@ -104,27 +95,33 @@ class SharedPrompt:
         mask = self._mask(seen, length, window) if seen or (window is not None and length > window) else None
         return _sdpa(query, key[:, :, before - seen :], value[:, :, before - seen :], mask, scale).transpose(1, 2)
 
+    def _completions(
+        self,
+        segment: Segment,
+        query: torch.Tensor,
+        prompt: KeysValues,
+        own: KeysValues,
+        scale: float,
+        window: int | None,
+    ) -> list[torch.Tensor]:
+        length = segment.prompt_length
+        if merges(query, prompt[1]) and (window is None or window >= length + segment.longest):
+            return [merged_attention(query, prompt, own, segment.blocks, scale)]
+        seen = length if window is None else min(length, window - 1)
+        prompt_key, prompt_value = (tensor[:, :, length - seen :] for tensor in prompt)
+        attended = []
+        for block, rows in by_block(segment.blocks, query, *own):
+            own_query, own_key, own_value = (as_batch(each, block) for each in rows)
+            keys, values = _after_prompt(prompt_key, own_key), _after_prompt(prompt_value, own_value)
+            batch = _sdpa(own_query, keys, values, self._mask(seen, block.longest, window), scale)
+            attended.append(as_rows(batch, block))
+        return attended
+
     def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:
         name = (before, length, window)
         if name not in self._masks:
             self._masks[name] = causal_mask(before, length, window)
         return self._masks[name]
-
-
-def _as_batch(rows: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block's rows, [1, heads, tokens, d], as [C, heads, R, d]."""
-    mine = rows.squeeze(0).transpose(0, 1)
-    if block.padded_CR is not None:
-        mine = mine.index_select(0, block.padded_CR)
-    return mine.view(block.num_completions, block.longest, *mine.shape[1:]).transpose(1, 2)
-
-
-def _as_rows(batch: torch.Tensor, block: Block) -> torch.Tensor:
-    """Back: [1, tokens, heads, d]. What stands at padded places is dropped: nothing flows back to it."""
-    rows = batch.transpose(1, 2).flatten(0, 1)
-    if block.unpadded_T is not None:
-        rows = rows.index_select(0, block.unpadded_T)
-    return rows[None]
 
 
 def _after_prompt(prompt: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

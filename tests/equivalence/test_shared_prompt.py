@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from transformers import (
 
 from onbeat.batch.layout import MIN_PREFIX, Layout
 from onbeat.batch.pack import split_group
-from onbeat.training import head
+from onbeat.training import attention, head, merged
 from onbeat.training.forward import (
     checkpoint_layers,
     completion_logprobs,
@@ -229,6 +230,52 @@ def test_prompts_that_begin_alike_share_the_beginning_and_change_nothing(
         checkpoint_layers(model)
     with all_in_float64():
         check_forms(model, groups, max_tokens=20, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+@given(groups=train_groups(), max_tokens=st.integers(1, 40), checkpointing=st.booleans())
+@settings(max_examples=4)
+def test_attention_over_one_copy_of_the_prompt_equals_plain_in_float64(
+    architecture: str, groups: list[TrainGroup], max_tokens: int, checkpointing: bool
+) -> None:
+    """Prompts count as long from their first token on."""
+    model = copy.deepcopy(tiny_model(architecture)).double()
+    if checkpointing:
+        model.train()
+        checkpoint_layers(model)
+    with pytest.MonkeyPatch.context() as patch, all_in_float64():
+        patch.setattr(merged, "LONG_PROMPT", 1)
+        merges = mock.Mock(wraps=merged.merged_attention)
+        patch.setattr(attention, "merged_attention", merges)
+        check_forms(model, groups, max_tokens, tolerance=1e-9)
+    longest = max(len(group.prompt_ids) + max(map(len, group.completion_ids)) for group in groups)
+    assert merges.called or longest > model.config.get_text_config().sliding_window
+
+
+def test_a_long_prompt_is_not_copied_for_its_completions() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    share_prompts(model)
+    rng = random.Random(0)
+    group = structs.replace(random_group(rng, 0, 16), prompt_ids=tokens(rng, merged.LONG_PROMPT))
+
+    def kept_bytes() -> int:
+        """For the backward."""
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            completion_logprobs(model, Layout.shared([group]), TEMPERATURE)[0].sum().backward()
+        return sum(storages.values())
+
+    without = kept_bytes()
+    with mock.patch.object(merged, "LONG_PROMPT", merged.LONG_PROMPT + 1):
+        copied = kept_bytes()
+    config = model.config
+    keys_and_values = 2 * 4 * len(group.prompt_ids) * config.num_key_value_heads * config.head_dim
+    assert copied - without > 0.9 * config.num_hidden_layers * 16 * keys_and_values
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 30000, 1 << 30])
