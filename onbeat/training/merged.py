@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from onbeat.batch.layout import Block
+from onbeat.device import product_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -49,7 +50,9 @@ def merged_attention(
 ) -> torch.Tensor:
     """query [1, heads, T, d]; keys and values of the prompt [1, kv heads, P, d], of the completions, block after block,
     [1, kv heads, T, d] → [1, T, heads, d]."""
-    attended: torch.Tensor = _Merged.apply(query, *prompt, *own, blocks, scale)  # type: ignore[no-untyped-call]
+    dtype = product_dtype(query.dtype)
+    tensors = [tensor.to(dtype) for tensor in (query, *prompt, *own)]
+    attended: torch.Tensor = _Merged.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]
     return attended
 
 

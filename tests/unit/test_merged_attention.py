@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.batch.layout import Layout
+from onbeat.device import computing_in
 from onbeat.training import merged
 from onbeat.training.attention import SharedPrompt
 from onbeat.types import TrainGroup
@@ -55,3 +56,25 @@ def test_merged_and_copied_give_the_same_outputs_and_gradients(
         found[long] = (output.detach(), *torch.autograd.grad(output, given_, upstream))
     for one, other in zip(found[1], found[1000], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * size)
+
+
+def test_in_bfloat16_both_round_alike() -> None:
+    """Under autocast, from queries and keys in float32 (rotated) and values in bfloat16."""
+    layout = Layout.shared([group(40, [3, 9, 11, 11, 25])])
+    assert layout.segments is not None
+    num_rows = layout.tokens_S_L.shape[1]
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(1, num_rows, heads, WIDTH).transpose(1, 2).to(dtype).requires_grad_()
+        for heads, dtype in ((HEADS, torch.float32), (KEY_HEADS, torch.float32), (KEY_HEADS, torch.bfloat16))
+    )
+    upstream = torch.randn(1, num_rows, HEADS, WIDTH).bfloat16()
+    found = {}
+    for long in (1, 1000):
+        with mock.patch.object(merged, "LONG_PROMPT", long), computing_in("bfloat16"):
+            output = SharedPrompt(layout.segments).attend(0, query, key, value, 0.3, None)
+        assert output.dtype == torch.bfloat16
+        found[long] = (output.detach(), *torch.autograd.grad(output, (query, key, value), upstream))
+    for one, other in zip(found[1], found[1000], strict=True):
+        assert one.dtype == other.dtype
+        assert (one.float() - other.float()).norm() < 0.02 * other.float().norm()
