@@ -7,7 +7,7 @@ VLLM := .vllm/.installed
 # What `make demo` trains: recipes/smollm2-arithmetic.toml is the real chat model.
 DEMO := recipes/arithmetic.toml
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-full smoke bench bench-tune bench-trl \
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-servers test-full smoke bench bench-tune bench-trl \
         bench-accuracy bench-demo bench-overlap bench-ablation bench-scaling bench-learning bench-train bench-generate \
         bench-publish results compare-trl picture clean
 
@@ -53,6 +53,11 @@ test-vllm: setup vllm-env
 # Runs on Ray, on one host and on two (network namespaces: as root). WHICH="cluster and not full": what CI runs of it.
 test-cluster: setup
 	ONBEAT_FIGURES=docs/reliability.jsonl $(BIN)/pytest -m "$(or $(WHICH),cluster)" tests/cluster
+
+# What CI runs of the last two, one after the other.
+test-servers:
+	$(MAKE) test-vllm WHICH="vllm and not full"
+	$(MAKE) test-cluster WHICH="cluster and not full"
 
 # What works on this machine (GPU, NPU, another processor), in about five minutes.
 smoke: setup

@@ -2,11 +2,11 @@
 
     make bench-publish
 
-A publish is all of it: the trainer writes its weights into the shared block, every generator verifies them (stage) and
-takes them (activate), with real processes and nobody else at work. The plain copy is of the same number of bytes, from
-memory to memory that has been touched before, by one thread, just after each publish: the machine is not equally fast
-in every minute. The first two publishes of a run are not counted: blocks are made, generators are probed. Writes
-docs/bench-publish.json.
+A publish is all of it: the trainer writes its weights into the shared block, every generator verifies them (stage)
+and takes them (activate), with real processes and nobody else at work. The plain copy is of the same number of bytes,
+from memory to memory that has been touched before, by one thread, just after each publish: the machine is not equally
+fast in every minute. The first two publishes of a run are not counted: blocks are made and mapped, generators are
+probed. Writes docs/bench-publish.json.
 """
 
 from __future__ import annotations

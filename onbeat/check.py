@@ -135,16 +135,19 @@ def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) ->
         share_prompts(model)
         return measured(model, lambda: shared_logprobs(model, groups))
 
-    def run_in_parts() -> FormRun:
+    def run_in_parts(groups: list[TrainGroup]) -> FormRun:
         share_prompts(model)
-        return measured(model, lambda: split_logprobs(model, alone[0][0]))
+        return measured(model, lambda: split_logprobs(model, groups[0]))
 
     run_plain(alone[0])  # warm up
     run_shared(alone[0])
     pairs = [(run_plain(groups), run_shared(groups)) for groups in alone]
     speedup = sum(plain.seconds for plain, _ in pairs) / sum(shared.seconds for _, shared in pairs)
-    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond, long) if groups]
-    pairs.append((pairs[0][0], run_in_parts()))
+    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond) if groups]
+    pairs.append((pairs[0][0], run_in_parts(alone[0])))
+    if long:
+        plain = run_plain(long)
+        pairs += [(plain, run_shared(long)), (plain, run_in_parts(long))]
     model.set_attn_implementation(own_attention)
     return (
         _largest((plain.logprobs - other.logprobs).abs().max().item() for plain, other in pairs),

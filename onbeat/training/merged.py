@@ -51,9 +51,14 @@ def merged_attention(
     """query [1, heads, T, d]; keys and values of the prompt [1, kv heads, P, d], of the completions, block after block,
     [1, kv heads, T, d] → [1, T, heads, d]."""
     dtype = product_dtype(query.dtype)
-    tensors = [tensor.to(dtype) for tensor in (query, *prompt, *own)]
+    tensors = [_with_rows(tensor.to(dtype)) for tensor in (query, *prompt, *own)]
     attended: torch.Tensor = _Merged.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]
     return attended
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """As the kernel takes for granted: the numbers of a row stand side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Merged(torch.autograd.Function):
@@ -76,10 +81,12 @@ class _Merged(torch.autograd.Function):
             output, log_sum = _flash(*(as_batch(each, block) for each in rows), 0.0, True, scale=scale)
             outputs.append(as_rows(output, block))
             log_sums.append(as_rows(log_sum[..., None], block))
-        own_log_sum = torch.cat(log_sums, dim=1)
+        own, own_log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
         log_sum = torch.logaddexp(prompt_log_sum, own_log_sum)
-        share = (prompt_log_sum - log_sum).exp().to(over_prompt.dtype)
-        merged = torch.lerp(torch.cat(outputs, dim=1), over_prompt, share)
+        # Two weights, each exact where it is small, in the precision of the logarithms: a share of 0.999 leaves 0.001.
+        ahead = prompt_log_sum - own_log_sum
+        merged = own * ahead.neg().sigmoid()
+        merged = merged.addcmul_(over_prompt.to(merged.dtype), ahead.sigmoid()).to(query.dtype)
         ctx.save_for_backward(query, prompt_key, prompt_value, key, value, merged, log_sum)
         ctx.blocks, ctx.scale = blocks, scale
         return merged

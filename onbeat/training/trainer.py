@@ -76,6 +76,7 @@ class PolicyTrainer:
         self._settings = config.trainer
         self._max_new_tokens = config.sampling.max_new_tokens
         self._planned_updates = config.num_updates
+        self._updates_per_period = config.schedule.updates_per_period
         self._models = TriModel(
             model_dir,
             temperature=config.sampling.temperature,
@@ -257,8 +258,9 @@ class PolicyTrainer:
         return self._spread_writer.write(_spread(self._parameters)) or (None, 0, "")
 
     def snapshot_taken(self) -> None:
-        """Make memory for the next one, which costs several times the copy when it is new: now nobody waits for it."""
-        (self._writer if self._ranks.alone else self._spread_writer).make_ready()
+        """Make memory for the next period's, which costs several times the copy when it is new: now nobody waits."""
+        if self.num_updates + self._updates_per_period < self._planned_updates:
+            (self._writer if self._ranks.alone else self._spread_writer).make_ready()
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds of this rank. Views: they change with the next step."""

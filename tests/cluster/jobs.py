@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -14,6 +15,7 @@ from onbeat.checkpoint import write_part
 from onbeat.config import Config
 from onbeat.lora import save_model
 from onbeat.protocols import UpdateReport
+from onbeat.training import merged
 from onbeat.training.parallel import Ranks
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -113,6 +115,12 @@ def train(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]
         assert mapped.digest() == digest
         mapped.close()
     return Trained(done, trainer.weights(), content, digest)
+
+
+def train_over_one_copy(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]) -> Trained:
+    """No prompt is so short that its keys would be copied for each completion."""
+    with mock.patch.object(merged, "LONG_PROMPT", 1):
+        return train(ranks, config, model_dir, updates)
 
 
 class Published(NamedTuple):

@@ -152,6 +152,15 @@ def test_two_ranks_have_the_gradient_of_one_in_float64(
     check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
 
 
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_that_do_not_copy_prompts_have_the_gradient_of_one_that_does(
+    processes: Pools, model_dirs: dict[str, str], layout: str
+) -> None:
+    config = make_config(model_dirs["qwen3"], LAYOUTS[layout], trainer={"max_tokens": 40})
+    found = processes[2].run(jobs.train_over_one_copy, config, model_dirs["qwen3"], UPDATES, float64=True)
+    check_equal(found, alone(config, model_dirs["qwen3"], UPDATES, float64=True), 1e-9)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere"])
 @pytest.mark.parametrize("layout", TWO)

@@ -97,7 +97,7 @@ class RunProcess:
                     os.close(handle)
         return {}
 
-    def finish(self, timeout_s: float = 120) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 600) -> tuple[int, str, str]:
         """Exit code, output and errors."""
         output, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output, errors
