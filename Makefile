@@ -7,9 +7,9 @@ VLLM := .vllm/.installed
 # What `make demo` trains: recipes/smollm2-arithmetic.toml is the real chat model.
 DEMO := recipes/arithmetic.toml
 
-.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-servers test-full smoke bench bench-tune bench-trl \
-        bench-accuracy bench-demo bench-overlap bench-ablation bench-scaling bench-learning bench-train bench-generate \
-        bench-publish results compare-trl picture clean
+.PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-servers test-full smoke bench \
+        bench-tune bench-trl bench-accuracy bench-demo bench-overlap bench-ablation bench-scaling bench-learning \
+        bench-train bench-generate bench-publish results compare-trl picture clean
 
 setup: $(INSTALLED)
 

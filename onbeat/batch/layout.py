@@ -66,6 +66,20 @@ class Block:
     def end(self) -> int:
         return self.start + sum(self.lengths)
 
+    def as_batch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Its rows, [1, heads, tokens, d], as [C, heads, R, d]."""
+        mine = rows.squeeze(0).transpose(0, 1)
+        if self.padded_CR is not None:
+            mine = mine.index_select(0, self.padded_CR)
+        return mine.view(self.num_completions, self.longest, *mine.shape[1:]).transpose(1, 2)
+
+    def as_rows(self, batch: torch.Tensor) -> torch.Tensor:
+        """Back: [1, tokens, heads, d]. What stands at padded places is dropped: nothing flows back to it."""
+        rows = batch.transpose(1, 2).flatten(0, 1)
+        if self.unpadded_T is not None:
+            rows = rows.index_select(0, self.unpadded_T)
+        return rows[None]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -86,6 +100,12 @@ class Segment:
     def longest(self) -> int:
         """Tokens of its longest completion."""
         return max(block.longest for block in self.blocks)
+
+    def by_block(self, *tensors: torch.Tensor) -> list[tuple[Block, tuple[torch.Tensor, ...]]]:
+        """Each block with its rows of the tensors, which are [1, heads, tokens of all completions, d]."""
+        lengths = [block.end - block.start for block in self.blocks]
+        rows = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
+        return list(zip(self.blocks, rows, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

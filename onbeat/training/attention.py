@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 
 from onbeat.attention import causal_mask, refuse_unsupported
 from onbeat.batch.layout import Segment
-from onbeat.training.merged import as_batch, as_rows, by_block, merged_attention, merges
+from onbeat.training.merged import merged_attention, merges
 
 ATTENTION = "onbeat_shared"
 
@@ -106,15 +106,15 @@ class SharedPrompt:
     ) -> list[torch.Tensor]:
         length = segment.prompt_length
         if merges(query, prompt[1]) and (window is None or window >= length + segment.longest):
-            return [merged_attention(query, prompt, own, segment.blocks, scale)]
+            return [merged_attention(query, prompt, own, segment, scale)]
         seen = length if window is None else min(length, window - 1)
         prompt_key, prompt_value = (tensor[:, :, length - seen :] for tensor in prompt)
         attended = []
-        for block, rows in by_block(segment.blocks, query, *own):
-            own_query, own_key, own_value = (as_batch(each, block) for each in rows)
+        for block, rows in segment.by_block(query, *own):
+            own_query, own_key, own_value = (block.as_batch(each) for each in rows)
             keys, values = _after_prompt(prompt_key, own_key), _after_prompt(prompt_value, own_value)
             batch = _sdpa(own_query, keys, values, self._mask(seen, block.longest, window), scale)
-            attended.append(as_rows(batch, block))
+            attended.append(block.as_rows(batch))
         return attended
 
     def _mask(self, before: int, length: int, window: int | None) -> torch.Tensor:

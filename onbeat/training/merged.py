@@ -13,13 +13,12 @@ other devices the kernels are others, and copies are made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from onbeat.batch.layout import Block
+from onbeat.batch.layout import Block, Segment
 from onbeat.device import product_dtype
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -45,14 +44,14 @@ def merged_attention(
     query: torch.Tensor,
     prompt: tuple[torch.Tensor, torch.Tensor],
     own: tuple[torch.Tensor, torch.Tensor],
-    blocks: Sequence[Block],
+    segment: Segment,
     scale: float,
 ) -> torch.Tensor:
     """query [1, heads, T, d]; keys and values of the prompt [1, kv heads, P, d], of the completions, block after block,
     [1, kv heads, T, d] → [1, T, heads, d]."""
     dtype = product_dtype(query.dtype)
     tensors = [_with_rows(tensor.to(dtype)) for tensor in (query, *prompt, *own)]
-    attended: torch.Tensor = _Merged.apply(*tensors, blocks, scale)  # type: ignore[no-untyped-call]
+    attended: torch.Tensor = _Merged.apply(*tensors, segment, scale)  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -70,17 +69,17 @@ class _Merged(torch.autograd.Function):
         prompt_value: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        blocks: Sequence[Block],
+        segment: Segment,
         scale: float,
     ) -> torch.Tensor:
         many = [tensor.expand(PARTS, -1, -1, -1) for tensor in (prompt_key, prompt_value)]
         output, log_sum = _flash(_in_parts(query), *many, scale=scale)
         over_prompt, prompt_log_sum = _from_parts(output, query), _from_parts(log_sum[..., None], query)
         outputs, log_sums = [], []
-        for block, rows in by_block(blocks, query, key, value):
-            output, log_sum = _flash(*(as_batch(each, block) for each in rows), 0.0, True, scale=scale)
-            outputs.append(as_rows(output, block))
-            log_sums.append(as_rows(log_sum[..., None], block))
+        for block, rows in segment.by_block(query, key, value):
+            output, log_sum = _flash(*(block.as_batch(each) for each in rows), 0.0, True, scale=scale)
+            outputs.append(block.as_rows(output))
+            log_sums.append(block.as_rows(log_sum[..., None]))
         own, own_log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
         log_sum = torch.logaddexp(prompt_log_sum, own_log_sum)
         # Two weights, each exact where it is small, in the precision of the logarithms: a share of 0.999 leaves 0.001.
@@ -88,7 +87,7 @@ class _Merged(torch.autograd.Function):
         merged = own * ahead.neg().sigmoid()
         merged = merged.addcmul_(over_prompt.to(merged.dtype), ahead.sigmoid()).to(query.dtype)
         ctx.save_for_backward(query, prompt_key, prompt_value, key, value, merged, log_sum)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.segment, ctx.scale = segment, scale
         return merged
 
     @staticmethod
@@ -101,12 +100,12 @@ class _Merged(torch.autograd.Function):
         of_query = _from_parts(over_prompt[0], query)
         of_prompt = [each.sum(dim=0, keepdim=True) for each in over_prompt[1:]]
         of_own = []
-        for block, rows in by_block(ctx.blocks, gradient, query, key, value, merged, log_sum):
-            from_above, *given, log_sum_of = (as_batch(each, block) for each in rows)
+        for block, rows in ctx.segment.by_block(gradient, query, key, value, merged, log_sum):
+            from_above, *given, log_sum_of = (block.as_batch(each) for each in rows)
             if block.unpadded_T is not None:  # nothing comes back from the places that repeat a token
                 from_above = from_above * _stays(block)
             found = _flash_backward(from_above, *given, log_sum_of.squeeze(-1), 0.0, True, scale=ctx.scale)
-            of_own.append([as_rows(each, block) for each in found])
+            of_own.append([block.as_rows(each) for each in found])
         own_query, own_key, own_value = (torch.cat(each, dim=1) for each in zip(*of_own, strict=True))
         of_query = (of_query + own_query).transpose(1, 2)
         return of_query, *of_prompt, own_key.transpose(1, 2), own_value.transpose(1, 2), None, None
@@ -123,28 +122,6 @@ def _in_parts(tensor: torch.Tensor) -> torch.Tensor:
 def _from_parts(parts: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Back: [1, T, heads, d]."""
     return parts.transpose(1, 2).flatten(0, 1)[None, : query.shape[2]]
-
-
-def by_block(blocks: Sequence[Block], *tensors: torch.Tensor) -> list[tuple[Block, tuple[torch.Tensor, ...]]]:
-    lengths = [block.end - block.start for block in blocks]
-    rows = zip(*(torch.split(tensor, lengths, dim=2) for tensor in tensors), strict=True)
-    return list(zip(blocks, rows, strict=True))
-
-
-def as_batch(rows: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block's rows, [1, heads, tokens, d], as [C, heads, R, d]."""
-    mine = rows.squeeze(0).transpose(0, 1)
-    if block.padded_CR is not None:
-        mine = mine.index_select(0, block.padded_CR)
-    return mine.view(block.num_completions, block.longest, *mine.shape[1:]).transpose(1, 2)
-
-
-def as_rows(batch: torch.Tensor, block: Block) -> torch.Tensor:
-    """Back: [1, tokens, heads, d]. What stands at padded places is dropped: nothing flows back to it."""
-    rows = batch.transpose(1, 2).flatten(0, 1)
-    if block.unpadded_T is not None:
-        rows = rows.index_select(0, block.unpadded_T)
-    return rows[None]
 
 
 def _stays(block: Block) -> torch.Tensor:

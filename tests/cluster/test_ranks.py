@@ -162,14 +162,19 @@ def test_two_ranks_that_do_not_copy_prompts_have_the_gradient_of_one_that_does(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere"])
-@pytest.mark.parametrize("layout", TWO)
+@pytest.mark.parametrize(
+    ("layout", "architecture"),
+    [
+        (layout, architecture)
+        for layout in TWO
+        for architecture in ("llama", "mistral", "gemma3", "phi3", "qwen2", "tied", "cohere")
+        if (layout, architecture) != ("tensor", "gemma3")  # it has one head of keys
+    ],
+)
 def test_two_ranks_have_the_gradient_of_one_for_other_architectures(
     processes: Pools, model_dirs: dict[str, str], layout: str, architecture: str
 ) -> None:
     """One has a weight for embedding and head, one cannot share prompts."""
-    if layout == "tensor" and architecture == "gemma3":
-        pytest.skip("it has one head of keys")
     config = make_config(model_dirs[architecture], LAYOUTS[layout], trainer={"max_tokens": 40})
     found = processes[2].run(jobs.train, config, model_dirs[architecture], UPDATES, float64=True)
     check_equal(found, alone(config, model_dirs[architecture], UPDATES, float64=True), 1e-9)
