@@ -49,7 +49,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from None
+        key, is_setting, value = str(path).partition("=")
+        way_out = f"; to set a key, write --{key} {value}" if is_setting else ""
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}{way_out}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     try:

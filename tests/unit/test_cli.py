@@ -193,6 +193,8 @@ def test_a_flag_takes_what_follows_as_its_value(
         (["train", "recipe.toml", "--seed", "--dry-run"], "--seed needs a value"),
         (["train", "recipe.toml", "--run.dir", "--seed", "3"], "--run.dir needs a value"),
         (["train", "recipe.toml", "stray"], "cannot read the recipe stray: No such file or directory"),
+        (["train", "recipe.toml", "seed=3"],
+         "cannot read the recipe seed=3: No such file or directory; to set a key, write --seed 3"),
         (["train", "recipe.toml", "--seed", "3", "stray"], "cannot read the recipe stray: No such file or directory"),
         (["train", "recipe.toml", "-x"], "'-x' is neither a recipe nor a flag of the form --section.key VALUE"),
         (["train", "recipe.toml", "--seed=-1"], "recipe.toml: seed = -1: input should be greater than or equal to 0"),
