@@ -6,6 +6,7 @@ The loop, the model, the loss and the optimizer are this script's. What onbeat h
 with the arithmetic of `onbeat train` the weights come out as its do, to the last bit (a test compares them).
 """
 
+import os
 import sys
 
 import onbeat
@@ -30,7 +31,7 @@ def policy_loss(model: torch.nn.Module, layout: Layout, temperature: float) -> t
 def main(recipe: str, run_dir: str, *flags: str) -> None:
     with onbeat.open_loader(recipe, overrides={**parse_overrides(flags), "run.dir": run_dir}) as loader:
         config = loader.config
-        torch.set_num_threads(config.trainer.threads)
+        torch.set_num_threads(config.trainer.threads or len(os.sched_getaffinity(0)))
         model = AutoModelForCausalLM.from_pretrained(loader.model_dir, dtype=torch.float32).train()
         share_prompts(model)
         optimizer = torch.optim.AdamW(

@@ -75,7 +75,7 @@ class CheckReport:
 
 def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = load_model(directory).train()
+    model = load_model(directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
     reason = why_not_shared(model)

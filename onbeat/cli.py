@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onbeat.errors import ConfigError, OnbeatError
@@ -15,41 +15,21 @@ if TYPE_CHECKING:
     from onbeat.config import Config, TrainerConfig
 
 _INTERRUPTED = 130
-_OWN_FLAGS = {"--dry-run", "--resume", "--json", "--help"}
-_OWN_FLAGS_WITH_VALUE = ("--join", "--token-file", "--version")
+Run = Callable[[argparse.Namespace, dict[str, Any]], int]
+"""A command: what it was given, and the keys of a recipe that were set."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `onbeat`. Returns the exit code (errors.py lists them)."""
-    words, flags = _split(sys.argv[1:] if argv is None else argv)
+    parser, own_flags = _parser()
+    words, flags = _split(sys.argv[1:] if argv is None else argv, own_flags)
     try:
         overrides = parse_overrides(flags)
-        arguments, rest = _parser().parse_known_args(words)
-        if arguments.command == "config":
-            return _config([*rest, *flags])
-        if arguments.command == "check":
-            return _check(arguments.model, [*rest, *flags])
-        if arguments.command == "status":
-            _refuse_rest("status", "a run's directory, perhaps --json, and nothing else", [*rest, *flags])
-            return _status(arguments.run, arguments.json)
-        if arguments.command == "scale":
-            _refuse_rest("scale", "a run's directory and generators=N or trainer=N", [*rest, *flags])
-            return _scale(arguments.run, arguments.what)
-        if arguments.command == "worker":
-            _refuse_rest("worker", "--join and perhaps --token-file, --vllm-environment", [*rest, *flags])
-            return _worker(arguments.join, arguments.token_file, arguments.vllm_environment)
-        if arguments.command == "export":
-            _refuse_rest("export", "a run's directory, a directory to make, and perhaps --version", [*rest, *flags])
-            return _export(arguments.run, arguments.model, arguments.version)
-        if arguments.command == "eval":
-            _refuse_rest("eval", "a model directory, recipes and --section.key VALUE", rest)
-            return _eval(arguments, overrides)
-        if arguments.command == "sample":
-            _refuse_rest("sample", "a model directory and prompts", rest)
-            return _sample(arguments, overrides)
-        if rest:
-            raise ConfigError(f"{rest[0]!r} is neither a recipe nor a flag of the form --section.key VALUE")
-        return _train(arguments, overrides)
+        arguments, rest = parser.parse_known_args(words)
+        if unknown := rest if arguments.takes_keys else [*rest, *flags]:
+            raise ConfigError(f"`onbeat {arguments.command}` takes {arguments.takes}, and got {' '.join(unknown)}")
+        code: int = arguments.run(arguments, overrides)
+        return code
     except OnbeatError as error:
         print(f"onbeat: {error}", file=sys.stderr)
         return error.exit_code
@@ -58,29 +38,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, bool]]:
+    """And the flags that are not keys of a recipe: whether each takes a value."""
     parser = argparse.ArgumentParser(
         prog="onbeat",
         description="On-policy reinforcement learning of language models: generation and training at the same time.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    train = commands.add_parser(
+
+    def command(
+        name: str, run: Run, takes: str, *, keys: bool = False, help: str, description: str | None = None
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help, description=description)
+        made.set_defaults(run=run, takes=takes, takes_keys=keys)
+        return made
+
+    train = command(
         "train",
+        _train,
+        "recipes and --section.key VALUE",
+        keys=True,
         help="train by one or more recipes",
         description="Train by TOML recipes, composed left to right; any key may be set with --section.key VALUE.",
     )
     train.add_argument("recipes", nargs="+", metavar="RECIPE")
     train.add_argument("--resume", action="store_true", help="go on with the run in run.dir, from its last checkpoint")
     train.add_argument("--dry-run", action="store_true", help="print what would be used, and stop")
-    status = commands.add_parser("status", help="what a run is doing, and what exactly it waits for")
-    status.add_argument("run", metavar="RUN", help="its directory")
-    status.add_argument("--json", action="store_true", help="for programs")
-    scale = commands.add_parser(
-        "scale", help="change the number of generators, or of trainer ranks, of a run that is going on"
+    status = command(
+        "status",
+        _status,
+        "a run's directory, perhaps --json, and nothing else",
+        help="what a run is doing, and what exactly it waits for",
     )
-    scale.add_argument("run", metavar="RUN", help="its directory")
+    status.add_argument("directory", metavar="RUN", help="its directory")
+    status.add_argument("--json", action="store_true", help="for programs")
+    scale = command(
+        "scale",
+        _scale,
+        "a run's directory and generators=N or trainer=N",
+        help="change the number of generators, or of trainer ranks, of a run that is going on",
+    )
+    scale.add_argument("directory", metavar="RUN", help="its directory")
     scale.add_argument("what", metavar="generators=N|trainer=N")
-    worker = commands.add_parser("worker", help="generate for a run that is going on, here or on another machine")
+    worker = command(
+        "worker",
+        _worker,
+        "--join and perhaps --token-file, --vllm-environment",
+        help="generate for a run that is going on, here or on another machine",
+    )
     worker.add_argument(
         "--join", required=True, metavar="RUN", help="the run's directory, or HOST:PORT (cluster.listen)"
     )
@@ -88,29 +93,48 @@ def _parser() -> argparse.ArgumentParser:
     worker.add_argument(
         "--vllm-environment", metavar="DIR", help="where vLLM is on this machine, if the run generates with it"
     )
-    export = commands.add_parser(
+    export = command(
         "export",
+        _export,
+        "a run's directory, a directory to make, and perhaps --version",
         help="make a model directory of a run's checkpoint",
         description="Of the checkpoint that evaluated best, if none is named; of the newest, if none was evaluated.",
     )
-    export.add_argument("run", metavar="RUN", help="the run's directory")
+    export.add_argument("directory", metavar="RUN", help="the run's directory")
     export.add_argument("model", metavar="MODEL", help="the directory to make")
     export.add_argument("--version", type=int, metavar="N", help="of the checkpoint")
-    evaluate = commands.add_parser("eval", help="held-out accuracy of a model, by a recipe's data and rewards")
+    evaluate = command(
+        "eval",
+        _eval,
+        "a model directory, recipes and --section.key VALUE",
+        keys=True,
+        help="held-out accuracy of a model, by a recipe's data and rewards",
+    )
     evaluate.add_argument("model", metavar="MODEL", help="a model directory")
     evaluate.add_argument("recipes", nargs="+", metavar="RECIPE")
-    sample = commands.add_parser(
-        "sample", help="talk to a model", description="Completes the prompts; asks for them if none is given."
+    sample = command(
+        "sample",
+        _sample,
+        "a model directory and prompts",
+        keys=True,
+        help="talk to a model",
+        description="Completes the prompts; asks for them if none is given.",
     )
     sample.add_argument("model", metavar="MODEL", help="a model directory")
     sample.add_argument("prompts", nargs="*", metavar="PROMPT")
-    check = commands.add_parser("check", help="compare onbeat's arithmetic on a model with the model's own")
+    check = command(
+        "check",
+        _check,
+        "a model directory and nothing else",
+        help="compare onbeat's arithmetic on a model with the model's own",
+    )
     check.add_argument("model", metavar="MODEL", help="a model directory")
-    commands.add_parser("config", help="list every key with its default and what it means")
-    return parser
+    command("config", _config, "no arguments", help="list every key with its default and what it means")
+    actions = [action for made in commands.choices.values() for action in made._actions]
+    return parser, {flag: action.nargs != 0 for action in actions for flag in action.option_strings}
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(argv: Sequence[str], own_flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """The command line without the flags that set keys; and those flags with their values. argparse knows none of them
     and would take their values for recipes."""
     words: list[str] = []
@@ -121,9 +145,9 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if owns_value:
             own.append(word)
             owns_value = False
-        elif word in _OWN_FLAGS or word.startswith(_OWN_FLAGS_WITH_VALUE):
+        elif word.partition("=")[0] in own_flags:
             own.append(word)
-            owns_value = word in _OWN_FLAGS_WITH_VALUE
+            owns_value = own_flags.get(word, False)
             takes_value = False
         elif word.startswith("--"):
             flags.append(word)
@@ -176,7 +200,7 @@ def _display() -> dict[str, Any]:
     return {"display": live}
 
 
-def _status(run_dir: str, as_json: bool) -> int:
+def _status(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from pathlib import Path
 
     import msgspec
@@ -186,27 +210,29 @@ def _status(run_dir: str, as_json: bool) -> int:
     from onbeat.status import describe
     from onbeat.watch import status_at_rest
 
-    check_is_run(Path(run_dir))
-    status = ask_status(Path(run_dir))
-    if status is None and (holder := held_by(Path(run_dir))) is not None:
+    run_dir = Path(arguments.directory)
+    check_is_run(run_dir)
+    status = ask_status(run_dir)
+    if status is None and (holder := held_by(run_dir)) is not None:
         raise ConfigError(
-            f"the run in {run_dir!r} is going on (process {holder}), but gives no answer: it belongs to somebody else, "
-            "or is about to begin or to end"
+            f"the run in {arguments.directory!r} is going on (process {holder}), but gives no answer: it belongs to "
+            "somebody else, or is about to begin or to end"
         )
-    status = status or status_at_rest(Path(run_dir))
-    print(msgspec.json.encode(status).decode() if as_json else "\n".join(describe(status)))
+    status = status or status_at_rest(run_dir)
+    print(msgspec.json.encode(status).decode() if arguments.json else "\n".join(describe(status)))
     return 0
 
 
-def _scale(run_dir: str, what: str) -> int:
+def _scale(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from pathlib import Path
 
     from onbeat.control import ask_to_scale
 
+    run_dir, what = arguments.directory, arguments.what
     name, _, count = what.partition("=")
     if name not in ("generators", "trainer") or not count.isdecimal():
         raise ConfigError(f"`onbeat scale` takes generators=N or trainer=N, and got {what!r}")
-    if not Path(run_dir).is_dir() or (answer := ask_to_scale(Path(run_dir), name, int(count))) is None:  # type: ignore[arg-type]
+    if not Path(run_dir).is_dir() or (answer := ask_to_scale(Path(run_dir), name, int(count))) is None:
         raise ConfigError(f"no run is going on in {run_dir!r}")
     if not answer.done:
         raise ConfigError(answer.sentence)
@@ -214,22 +240,22 @@ def _scale(run_dir: str, what: str) -> int:
     return 0
 
 
-def _worker(place: str, token_file: str | None, vllm_environment: str | None) -> int:
+def _worker(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from onbeat.own_loop import prepare_environment
     from onbeat.rollout.joiner import serve_run
 
     prepare_environment()  # before torch is imported
-    serve_run(place, token_file, _say, vllm_environment)
+    serve_run(arguments.join, arguments.token_file, _say, arguments.vllm_environment)
     return 0
 
 
-def _export(run_dir: str, directory: str, version: int | None) -> int:
+def _export(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from pathlib import Path
 
     from onbeat.export import export_checkpoint
 
-    exported = export_checkpoint(Path(run_dir), Path(directory), version)
-    _say(f"model: {directory}, of version {exported}")
+    exported = export_checkpoint(Path(arguments.directory), Path(arguments.model), arguments.version)
+    _say(f"model: {arguments.model}, of version {exported}")
     return 0
 
 
@@ -325,11 +351,6 @@ def _concurrency(config: Config) -> list[str]:
     return notes
 
 
-def _refuse_rest(command: str, takes: str, rest: Sequence[str]) -> None:
-    if rest:
-        raise ConfigError(f"`onbeat {command}` takes {takes}, and got {' '.join(rest)}")
-
-
 def _eval(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     import tempfile
 
@@ -346,17 +367,24 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
 def _sample(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from onbeat.own_loop import prepare_environment
 
-    allowed = {"sampling.temperature", "sampling.max_new_tokens", "seed"}
-    if unknown := sorted(overrides.keys() - allowed):
-        raise ConfigError(f"`onbeat sample` knows --{', --'.join(sorted(allowed))}, and got --{unknown[0]}")
+    values: dict[str, Any] = {"sampling.temperature": 0.7, "sampling.max_new_tokens": 256, "seed": 0}
+    least = {"sampling.max_new_tokens": 1}
+    for key, value in overrides.items():
+        if key not in values:
+            raise ConfigError(f"`onbeat sample` knows --{', --'.join(sorted(values))}, and got --{key}")
+        kinds = (int, float) if isinstance(values[key], float) else (int,)
+        if type(value) not in kinds or not value >= least.get(key, 0):
+            kind = "a number" if float in kinds else "a whole number"
+            raise ConfigError(f"--{key} {value}: give {kind}, {least.get(key, 0)} or more")
+        values[key] = value
     prepare_environment()  # before torch is imported
     from onbeat.sample import Sampler
 
     sampler = Sampler(
         arguments.model,
-        temperature=overrides.get("sampling.temperature", 0.7),
-        max_new_tokens=overrides.get("sampling.max_new_tokens", 256),
-        seed=overrides.get("seed", 0),
+        temperature=values["sampling.temperature"],
+        max_new_tokens=values["sampling.max_new_tokens"],
+        seed=values["seed"],
     )
     for prompt in arguments.prompts:
         _say(sampler.complete(prompt))
@@ -365,25 +393,23 @@ def _sample(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     return 0
 
 
-def _check(model: str, flags: Sequence[str]) -> int:
-    _refuse_rest("check", "a model directory and nothing else", flags)
+def _check(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from onbeat.own_loop import prepare_environment
 
     prepare_environment()  # before torch is imported
     from onbeat.check import check_model
 
-    report = check_model(model, _say)
+    report = check_model(arguments.model, _say)
     for line in report.lines():
         _say(line)
     return 0 if report.agrees else 1
 
 
-def _config(flags: Sequence[str]) -> int:
+def _config(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
     from pydantic_core import PydanticUndefined
 
     from onbeat.recipe import keys
 
-    _refuse_rest("config", "no arguments", flags)
     for key, field in keys():
         default = "required" if field.default is PydanticUndefined else repr(field.default)
         print(f"{key} ({default})\n    {field.description}")

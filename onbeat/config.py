@@ -254,7 +254,7 @@ class DataConfig(_Section):
     eval_rows: Annotated[int, Field(ge=0)] = 0
     """Without eval_path and eval_split: so many rows, chosen by the seed, are held out of `path`."""
     eval_split: str = ""
-    """The split to evaluate on, of a Hugging Face dataset."""
+    """The split to evaluate on, of a Hugging Face dataset; of eval_path, if not given, "train"."""
     columns: dict[str, str] = {}
     """What the columns are called in the data, where it differs: { prompt = "question", answer = "info.answer" }."""
     shuffle: bool = True

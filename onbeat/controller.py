@@ -174,9 +174,11 @@ def autoscaling(session: Session, recorder: Recorder) -> Callable[[Record], None
     def after_period(record: Record) -> None:
         count = record["num_generators"]
         load = Load(count, count * record["generators_busy_s"], record["training_s"], record["num_generated_tokens"])
-        if count and (decision := autoscaler.decide(load)) is not None and decision.count != session.crew.wanted:
-            recorder.decided(decision.why)
-            session.crew.want(max(lowest, decision.count - session.crew.num_visitors))
+        if count and (decision := autoscaler.decide(load)) is not None:
+            ours = max(lowest, decision.count - session.crew.num_visitors)
+            if ours != session.crew.wanted:
+                recorder.decided(decision.why)
+                session.crew.want(ours)
 
     return after_period
 

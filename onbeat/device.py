@@ -135,26 +135,28 @@ def in_host_memory() -> AbstractContextManager[Any]:
     return nullcontext() if device() == HOST else HOST
 
 
-def load_model(directory: str) -> Any:
-    """A causal language model in float32 with dropout off: what is sampled from is what is trained (R2)."""
-    return load_into_host_memory(directory).to(device())
+def load_model(directory: str, *, weights_follow: bool = False) -> Any:
+    """A causal language model in float32 with dropout off: what is sampled from is what is trained (R2).
+    `weights_follow`: the directory need not have any."""
+    return load_into_host_memory(directory, weights_follow=weights_follow).to(device())
 
 
-def load_into_host_memory(directory: str) -> Any:
+def load_into_host_memory(directory: str, *, weights_follow: bool = False) -> Any:
     """The same, before it comes to the device."""
     logging.disable_progress_bar()
     try:
         with in_host_memory():
             if any(Path(directory).glob("*.safetensors")) or any(Path(directory).glob("*.bin")):
                 model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPE, local_files_only=True)
-            else:  # a worker that joined from another machine: its weights come with the first version
+            elif not weights_follow:
+                raise InputError(f"model.path = {directory!r} has no weights: no *.safetensors, and no *.bin")
+            else:
                 config = AutoConfig.from_pretrained(directory, local_files_only=True)
-                model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+                model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path = {directory!r} cannot be loaded as a causal language model: {error}") from error
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-    return model
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)  # a layer that is computed again in backward is in training mode
+    return model.eval()

@@ -1,7 +1,8 @@
 """What a run's bits rest on beside its recipe: data, model, rewards, processor, threads, libraries. No torch.
 
 Kept in every checkpoint. A run that is resumed with other data or another model would be another run, and is refused;
-with other rewards, threads, libraries or another processor it goes on, and is told that it may not be the same run.
+with other rewards, another loss or advantage of one's own, other threads, libraries or another processor it goes on,
+and is told that it may not be the same run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def inputs_of(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prom
         "processor": processor(),
         "threads": str(config.trainer.threads or len(os.sched_getaffinity(0))),
         "ranks": layout_of(config.trainer),
-        "rewards": _files(function.path.rpartition(":")[0] for function in config.reward.functions),
+        "rewards": _files(function.path for function in config.reward.functions),
+        "algorithm": _files(path for path in (config.algorithm.advantage, config.algorithm.loss) if path),
         **{name: version(name) for name in ("onbeat", "torch", "transformers")},
     }
 
@@ -58,10 +60,11 @@ def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _files(paths: Iterable[str]) -> str:
-    """Of the content of those that are files."""
+def _files(functions: Iterable[str]) -> str:
+    """Of the content of the files they are in, where it is files they are in."""
     digest = xxhash.xxh3_128()
-    for path in paths:
+    for function in functions:
+        path = function.rpartition(":")[0]
         digest.update(Path(path).read_bytes() if Path(path).is_file() else path.encode())
     return digest.hexdigest()
 
@@ -69,7 +72,7 @@ def _files(paths: Iterable[str]) -> str:
 def model_digest(directory: Path) -> str:
     """Of its configuration, and of pieces all over its weights: reading them whole would take too long."""
     digest = xxhash.xxh3_128((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -103,8 +103,18 @@ def keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[st
 
 
 _KEYS: dict[str, Any] = dict(keys())
-_PATH_KEYS = {key for key, field in _KEYS.items() if any(isinstance(mark, PathMark) for mark in field.metadata)}
-_PATH_KEYS |= {"data.eval_path", "algorithm.advantage", "algorithm.loss"}  # optional: the mark is inside the union
+
+
+def _is_path(annotation: Any, marks: Sequence[object]) -> bool:
+    """Whether it is marked as one, or one of its forms is."""
+    forms = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        annotation, *marks = forms
+        return _is_path(annotation, marks)
+    return any(isinstance(mark, PathMark) for mark in marks) or any(_is_path(form, ()) for form in forms)
+
+
+_PATH_KEYS = {key for key, field in _KEYS.items() if _is_path(field.annotation, field.metadata)}
 
 
 def check_key(key: str) -> None:

@@ -79,7 +79,7 @@ class Saver:
         """The version that is being written while nothing else goes on."""
         self._boundary: tuple[int, Mark] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._failure: CheckpointError | None = None
+        self._failure: CheckpointError | WorkerError | None = None
         self._saved = resumed
 
     async def boundary(self, version: int) -> None:
@@ -169,8 +169,9 @@ class Saver:
             )
             await asyncio.to_thread(self._store.commit, manifest)
             self._saved = version
-        except WorkerError:
-            return  # the trainer is gone, which the loop will hear from its own calls
+        except WorkerError as error:
+            self._failure = error  # the trainer is gone, which the loop hears from its own calls if it makes any
+            return
         except CheckpointError as error:
             self._failure = error
             self._warn(f"version {version} was not saved: {error}")

@@ -210,7 +210,7 @@ class _Rows:
 def read_data(data: DataConfig) -> _Rows:
     rows = read_rows(data.path, columns=data.columns, split=data.split)
     if data.eval_path:
-        return _Rows(rows, read_rows(data.eval_path, "data.eval_path", data.columns, data.eval_split or data.split))
+        return _Rows(rows, read_rows(data.eval_path, "data.eval_path", data.columns, data.eval_split or "train"))
     if data.eval_split == data.split:
         raise InputError(f"data.eval_split = {data.eval_split!r} is what is trained on (data.split); name another")
     if data.eval_split:

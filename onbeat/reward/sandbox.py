@@ -36,6 +36,8 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _SECCOMP_MACHINES = {"x86_64": (0xC000003E, 41, 425), "aarch64": (0xC00000B7, 198, 425)}
 """Architecture, and the numbers of socket and io_uring_setup."""
+_X32_CALLS = 0x40000000
+"""From here on x86-64 has the same calls once more, with numbers of their own."""
 _SCRATCH = "/dev/shm"
 _SCRATCH_BYTES = 256 << 20
 _MAX_PROCESSES = 128
@@ -128,15 +130,16 @@ def _forbid_unix_sockets() -> None:
     """A socket with a path can be reached on a read-only file system, and behind it somebody outside: a session bus, a
     container daemon. So no new one is made (socketpairs are, of which nobody outside holds an end)."""
     if (machine := os.uname().machine) not in _SECCOMP_MACHINES:
-        return
+        raise OSError(errno.ENOSYS, f"seccomp: the numbers of system calls on {machine} are not known")
     architecture, socket_call, uring_call = _SECCOMP_MACHINES[machine]
-    load, equal, give = 0x20, 0x15, 0x06  # of classic BPF: load a word, jump if equal, return
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # of classic BPF: load a word, jump if, return
     refuse, allow = 0x00050000 | errno.EACCES, 0x7FFF0000
     program = [
         (load, 0, 0, 4),  # the architecture
         (equal, 1, 0, architecture),
         (give, 0, 0, refuse),  # another one's calls have other numbers
         (load, 0, 0, 0),  # the call
+        (at_least, 4, 0, _X32_CALLS),
         (equal, 3, 0, uring_call),
         (equal, 0, 3, socket_call),
         (load, 0, 0, 16),  # its first argument, the family

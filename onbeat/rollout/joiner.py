@@ -12,7 +12,6 @@ import signal
 import socket
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,7 +34,10 @@ def serve_run(
 ) -> None:
     """Until the run ends, or somebody wants us to leave. Imports torch; prepare the environment first."""
     sock = connect(place, token_file)
-    welcome = ask_to_join(sock)
+    try:
+        welcome = ask_to_join(sock)
+    except OSError as error:
+        raise WorkerError(f"--join {place}: the run gives no answer ({error})") from error
     if welcome is None:
         raise WorkerError(f"--join {place}: the run does not want another generator now")
     with tempfile.TemporaryDirectory(prefix="onbeat-worker-") as folder:
@@ -58,8 +60,12 @@ def serve_run(
             signal.signal(signal.SIGTERM, leave)
 
         sock.settimeout(None)
-        with suppress(OSError):  # the run has ended, or is out of reach
+        try:
             main(sock, msgspec.msgpack.encode(settings), started)
+        except (ConnectionError, TimeoutError):
+            pass  # the run has ended, or is out of reach
+        except OSError as error:
+            raise WorkerError(f"{settings.name} has left, for {error}") from error
     say(f"{settings.name} has left")
 
 

@@ -221,7 +221,7 @@ def main(
         prepare_process(threads(1).alone, config.trainer.ranks + _number(settings.name))
         capacity = max(config.generator.max_sequences, config.algorithm.group_size)
         cache_bytes = int(config.generator.cache_gib * 2**30)
-        model = load_model(settings.model_dir)
+        model = load_model(settings.model_dir, weights_follow=True)
         add_adapter(model, config.lora, config.seed)
         worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
         started(worker)

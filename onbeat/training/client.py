@@ -110,6 +110,9 @@ class RankClient:
     async def accumulate(self, microbatch: MicroBatch, num_parts: int = 0) -> asyncio.Future[Answer]:
         """Returns when it is on its way, with the answer to come."""
         await self._window.acquire()
+        if self._failure is not None:
+            self._window.release()
+            raise self._failure
         answer = self._send(Accumulate(microbatch, num_parts))
         answer.add_done_callback(self._accumulated)
         return answer

@@ -191,3 +191,6 @@ def checkpoint_layers(model: Any) -> None:
     model.gradient_checkpointing_enable(
         {"use_reentrant": False, "context_fn": lambda: (nullcontext(), gradients_in_place())}
     )
+    for module in model.modules():  # transformers does so in training alone, which nothing else is to notice
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True

@@ -95,7 +95,7 @@ class Ranks:
         dist.all_gather([everyones[rank : rank + 1] for rank in range(self.num_ranks)], mine)
         return everyones
 
-    # What the snapshot needs (weights/snapshot.py): tensors in host memory.
+    # What the snapshot needs (weights/spread.py): tensors in host memory.
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """From rank 0 to all."""

@@ -152,9 +152,11 @@ class TrainerRanks:
                 await self._run_round(microbatch)
         elif microbatch.groups:
             if self.config.schedule.order == "completion":
-                microbatch = structs.replace(microbatch, rank=await self._free.get())
-            done = await self._send(microbatch)
-            done.add_done_callback(lambda _: self._free.put_nowait(microbatch.rank))
+                rank = await self._free.get()
+                done = await self._send(structs.replace(microbatch, rank=rank))
+                done.add_done_callback(lambda _: self._free.put_nowait(rank))
+            else:
+                await self._send(microbatch)
 
     async def _run_round(self, last: MicroBatch) -> None:
         held, self._round = self._round, {}

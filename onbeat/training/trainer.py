@@ -33,7 +33,7 @@ from onbeat.training.parallel import ALONE, Ranks
 from onbeat.training.state import Trained, load_rank_state, rank_state, trained
 from onbeat.training.tri_model import Logprobs, TriModel, TriPrompt
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
-from onbeat.weights import snapshot
+from onbeat.weights import snapshot, spread
 
 _NOTHING = TrainGroup(
     slot=-1, prompt_ids=(0,), completion_ids=((0,),), sampler_logprobs=((0.0,),), advantages=(0.0,)
@@ -98,7 +98,7 @@ class PolicyTrainer:
         """So far, those that were skipped included."""
         self._sums = _Sums()
         self._writer = snapshot.SnapshotWriter()
-        self._spread_writer = snapshot.SpreadWriter(ranks)
+        self._spread_writer = spread.SpreadWriter(ranks)
 
     def accumulate(self, microbatch: MicroBatch, parts_of_round: int = 0) -> None:
         """Forward and backward over the micro-batch; the gradient is added to what is there. `parts_of_round`: with
@@ -278,7 +278,7 @@ class PolicyTrainer:
         if self._ranks.alone:
             policy: torch.nn.Module = self.model
             return policy
-        writer = snapshot.SpreadWriter(self._ranks)
+        writer = spread.SpreadWriter(self._ranks)
         written = writer.write(_spread(self._parameters))
         model = None
         if written is not None:
@@ -292,8 +292,8 @@ class PolicyTrainer:
         return model
 
 
-def _spread(parameters: dict[str, Trained]) -> list[snapshot.Spread]:
-    return [snapshot.Spread(name, each.leaf.detach(), each.sharding) for name, each in parameters.items()]
+def _spread(parameters: dict[str, Trained]) -> list[spread.Spread]:
+    return [spread.Spread(name, each.leaf.detach(), each.sharding) for name, each in parameters.items()]
 
 
 def model_snapshot(model_dir: str, lora: LoraSection, seed: int) -> tuple[int, int, str]:

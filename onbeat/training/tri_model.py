@@ -73,7 +73,7 @@ class TriModel:
         settings: TrainerConfig = PLAIN,
     ) -> None:
         """`settings` say how the models are spread over the ranks, and in which precision they compute."""
-        self.policy = load_into_host_memory(model_dir).train()
+        self.policy = load_into_host_memory(model_dir)
         add_adapter(self.policy, lora, seed)
         self.partial = spread_over_team(self.policy, ranks)
         """Trained parameters of which each rank of a team has a part of the gradient."""
@@ -180,6 +180,6 @@ class TriModel:
 
 
 def _frozen(model_dir: str, ranks: Ranks) -> Any:
-    model = load_into_host_memory(model_dir).eval().requires_grad_(False)
+    model = load_into_host_memory(model_dir).requires_grad_(False)
     spread_over_team(model, ranks)
     return model.to(device())

@@ -12,18 +12,7 @@ it is current, and by who joined then; one that is still at it two versions late
 begins anew (memory.py). For the same reason a generator keeps both blocks mapped (`Blocks`), and computes with the
 weights where they are (`Mapped.lend_to`): nothing is copied per generator.
 
-Of weights that are spread over ranks, each rank writes the pieces that fall to it (`SpreadWriter`):
-
-    rank 0                                        rank on its host            rank on another host
-      makes a block, tells pid, descriptor ──────▶ maps it                     cannot
-      seals it when all have tried                   │                           │
-      writes its pieces                            writes its pieces           sends its pieces, in buckets
-      receives buckets, writes them ◀────────────────┼───────────────────────────┘
-      waits for all ◀────────────────────────────────┘
-      digest
-
-The bytes are those that one rank would write. No rank has more of the weights in memory of its own than its pieces and
-a bucket; the block is on rank 0's host.
+Weights that are spread over ranks: spread.py.
 """
 
 from __future__ import annotations
@@ -40,14 +29,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from onbeat import pieces
-from onbeat.boxes import Grid, Held, Sharding
 from onbeat.pieces import WHOLE, Share
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -55,7 +43,7 @@ _ALIGN = 64
 _LENGTH_BYTES = 8
 _F_SEAL_FUTURE_WRITE = 0x10
 """Linux: no new way to write; the mapping that is there stays. Python has no name for it yet."""
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
+POPULATE_READ, POPULATE_WRITE = 22, 23
 """Linux: map all pages at once instead of by a fault each (madvise(2)); Python has no names for them yet."""
 
 
@@ -66,7 +54,7 @@ class _Place(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class _Block:
+class Block:
     """Memory that one mapping can write, or those that were made before it was sealed."""
 
     def __init__(self, size: int) -> None:
@@ -74,7 +62,7 @@ class _Block:
         self.fd = os.memfd_create("onbeat-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size)
         self.memory = mmap.mmap(self.fd, size)
-        _populate(self.memory, _POPULATE_WRITE)
+        populate(self.memory, POPULATE_WRITE)
 
     def seal(self) -> None:
         seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -85,8 +73,8 @@ class _Block:
         os.close(self.fd)
 
 
-def _new_block(size: int) -> _Block:
-    block = _Block(size)
+def _new_block(size: int) -> Block:
+    block = Block(size)
     block.seal()
     return block
 
@@ -95,7 +83,7 @@ class SnapshotWriter:
     """Writes version after version."""
 
     def __init__(self) -> None:
-        self._blocks: deque[_Block] = deque(maxlen=2)
+        self._blocks: deque[Block] = deque(maxlen=2)
         """The one to be written next comes first."""
 
     def write(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
@@ -117,7 +105,7 @@ class SnapshotWriter:
         if len(self._blocks) == 1:
             self._blocks.appendleft(_new_block(self._blocks[0].size))
 
-    def _free_block(self, size: int) -> _Block:
+    def _free_block(self, size: int) -> Block:
         if len(self._blocks) == 2 and self._blocks[0].size == size:
             self._blocks.rotate(-1)
         else:
@@ -132,182 +120,6 @@ class SnapshotWriter:
             self._blocks.popleft().close()
 
 
-class Others(Protocol):
-    """The ranks that write a snapshot together. Every call is made by all of them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def grid(self) -> Grid: ...
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0."""
-
-    def gathered(self, values: Sequence[float]) -> torch.Tensor:
-        """Everyone's values, [ranks, values]; when everyone has come."""
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """To rank 0, who receives it."""
-
-    def receive(self, tensor: torch.Tensor, rank: int) -> None: ...
-
-
-class Spread(NamedTuple):
-    """A tensor that is spread over ranks, as one of them sees it."""
-
-    name: str
-    local: torch.Tensor
-    sharding: Sharding
-
-
-class _Shared(NamedTuple):
-    """A block as one of the ranks sees it."""
-
-    memory: mmap.mmap | None
-    """None: it is on another host."""
-    block: _Block | None
-    """Rank 0 has it."""
-    far_ranks: tuple[int, ...]
-    """Those that cannot see it."""
-
-    def close(self) -> None:
-        if self.block is not None:
-            self.block.close()
-        elif self.memory is not None:
-            self.memory.close()
-
-
-class SpreadWriter:
-    """Writes version after version, together with other ranks."""
-
-    def __init__(self, others: Others, *, one_host: bool = True) -> None:
-        """`one_host` False: as if every rank were on a host of its own."""
-        self._others = others
-        self._one_host = one_host
-        self._blocks: deque[tuple[int, _Shared]] = deque(maxlen=2)
-        """(size, block); the one to be written next comes first. The sizes are the same on every rank."""
-
-    def write(self, tensors: Sequence[Spread]) -> tuple[int, int, str] | None:
-        """(descriptor, size, digest) on rank 0; the caller closes the descriptor."""
-        plan = _Plan((one.name, one.local.dtype, one.sharding.shape) for one in tensors)
-        shared = self._free_block(plan.size)
-        mine = self._pieces(tensors, self._others.rank)
-        if shared.memory is None:
-            for bucket in _buckets(mine):
-                self._others.send(torch.cat([_as_bytes(one.local[held.local.slices]) for one, held in bucket]))
-        else:
-            for one, held in mine:
-                view = plan.view(shared.memory, one.name)
-                view[held.box.slices].copy_(one.local[held.local.slices])
-                del view
-        for rank in shared.far_ranks if shared.block is not None else ():
-            self._receive(plan, shared, tensors, rank)
-        self._others.gathered([1.0])  # everything is written when everyone has come here
-        if shared.block is None:
-            return None
-        plan.write_table(shared.block.memory)
-        return os.dup(shared.block.fd), plan.size, _digest(shared.block.memory)
-
-    def make_ready(self) -> None:
-        """Make the block for the second version, while nobody waits for it. Every rank calls it."""
-        if len(self._blocks) == 1:
-            size, _ = self._blocks[0]
-            self._blocks.appendleft((size, self._shared_block(size)))
-
-    def _pieces(self, tensors: Sequence[Spread], rank: int) -> list[tuple[Spread, Held]]:
-        """What falls to a rank, in the order of the tensors."""
-        return [(one, held) for one in tensors for held in one.sharding.owned_by(rank, self._others.grid)]
-
-    def _receive(self, plan: _Plan, shared: _Shared, tensors: Sequence[Spread], rank: int) -> None:
-        assert shared.memory is not None
-        for bucket in _buckets(self._pieces(tensors, rank)):
-            sizes = [held.box.size * one.local.element_size() for one, held in bucket]
-            received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            self._others.receive(received, rank)
-            for (one, held), content in zip(bucket, torch.split(received, sizes), strict=True):
-                view = plan.view(shared.memory, one.name)
-                # A copy: a piece may begin anywhere in the bucket, and numbers of several bytes may not.
-                view[held.box.slices].copy_(content.clone().view(one.local.dtype).view(held.box.shape))
-                del view
-
-    def _free_block(self, size: int) -> _Shared:
-        if len(self._blocks) == 2 and self._blocks[0][0] == size:
-            self._blocks.rotate(-1)
-        else:
-            if len(self._blocks) == 2:
-                self._blocks.popleft()[1].close()
-            self._blocks.append((size, self._shared_block(size)))
-        return self._blocks[-1][1]
-
-    def _shared_block(self, size: int) -> _Shared:
-        """A new block: rank 0 makes it, the others of its host find it by a secret that they are told."""
-        block = _Block(size) if self._others.rank == 0 else None
-        where = torch.zeros(2, dtype=torch.int64, device="cpu")
-        secret = torch.zeros(_SECRET_BYTES, dtype=torch.uint8, device="cpu")
-        if block is not None:
-            where[0], where[1] = os.getpid(), block.fd
-            block.memory[:_SECRET_BYTES] = content = os.urandom(_SECRET_BYTES)
-            secret = torch.tensor(list(content), dtype=torch.uint8, device="cpu")
-        self._others.broadcast(where)
-        self._others.broadcast(secret)
-        if block is not None:
-            memory: mmap.mmap | None = block.memory
-        else:
-            pid, fd = where.tolist()
-            memory = _mapped(pid, fd, size, bytes(secret.tolist())) if self._one_host else None
-        sees = self._others.gathered([float(memory is not None)])[:, 0].tolist()
-        if block is not None:
-            block.memory[:_SECRET_BYTES] = bytes(_SECRET_BYTES)
-            block.seal()
-        return _Shared(memory, block, tuple(rank for rank, does in enumerate(sees) if not does))
-
-    def close(self) -> None:
-        while self._blocks:
-            self._blocks.popleft()[1].close()
-
-
-_SECRET_BYTES = 16
-_BUCKET_BYTES = 64 << 20
-
-
-def _mapped(pid: int, fd: int, size: int, secret: bytes) -> mmap.mmap | None:
-    """Another process's memory, to write; None if it is not on this host."""
-    try:
-        mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if os.fstat(mine).st_size != size or os.pread(mine, _SECRET_BYTES, 0) != secret:
-            return None  # a process of the same number
-        memory = mmap.mmap(mine, size)
-    except OSError:
-        return None
-    finally:
-        os.close(mine)
-    _populate(memory, _POPULATE_WRITE)
-    return memory
-
-
-def _buckets(pieces: Sequence[tuple[Spread, Held]]) -> Iterator[list[tuple[Spread, Held]]]:
-    """Of about _BUCKET_BYTES; a larger piece goes alone."""
-    bucket: list[tuple[Spread, Held]] = []
-    room = _BUCKET_BYTES
-    for one, held in pieces:
-        num_bytes = held.box.size * one.local.element_size()
-        if bucket and num_bytes > room:
-            yield bucket
-            bucket, room = [], _BUCKET_BYTES
-        bucket.append((one, held))
-        room -= num_bytes
-    if bucket:
-        yield bucket
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-
-
 def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
     """Copy the tensors into memory that nobody can change. Returns (descriptor, size, digest); the caller closes it."""
     writer = SnapshotWriter()
@@ -317,7 +129,7 @@ def write(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, int, str]:
         writer.close()
 
 
-class _Plan:
+class Plan:
     """Where each tensor goes, in the order given."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
@@ -343,7 +155,7 @@ class _Plan:
         return self._start + self.places[name].offset
 
 
-_planned = lru_cache(1)(_Plan)
+_planned = lru_cache(1)(Plan)
 """The same as before, as long as the tensors are of the same sizes."""
 
 
@@ -366,7 +178,7 @@ def _written(memory: mmap.mmap, contents: Sequence[tuple[int, Bytes]]) -> str:
         return pieces.digest(view, write=write)
 
 
-def _digest(memory: mmap.mmap | memoryview, share: Share = WHOLE) -> str:
+def digest_of(memory: mmap.mmap | memoryview, share: Share = WHOLE) -> str:
     with memoryview(memory) as view:
         return pieces.digest(view, share)
 
@@ -403,7 +215,7 @@ class Mapped:
         memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         os.close(fd)
         _bear_read_only_memory()
-        _populate(memory, _POPULATE_READ)
+        populate(memory, POPULATE_READ)
         self._memory: mmap.mmap | memoryview = memory
 
     @classmethod
@@ -415,7 +227,7 @@ class Mapped:
         return mapped
 
     def digest(self, share: Share = WHOLE) -> str:
-        return _digest(self._memory, share)
+        return digest_of(self._memory, share)
 
     def checksums(self) -> dict[str, str]:
         """Of every tensor, by a function that any Python has."""
@@ -488,7 +300,7 @@ class Mapped:
                 self._memory.close()
 
 
-def _populate(memory: mmap.mmap, how: int) -> None:
+def populate(memory: mmap.mmap, how: int) -> None:
     try:
         memory.madvise(how)
     except OSError as error:

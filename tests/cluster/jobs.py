@@ -19,7 +19,8 @@ from onbeat.training import merged
 from onbeat.training.parallel import Ranks
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
-from onbeat.weights.snapshot import Mapped, SpreadWriter
+from onbeat.weights.snapshot import Mapped
+from onbeat.weights.spread import SpreadWriter
 
 Packs = Sequence[tuple[TrainGroup, ...]]
 

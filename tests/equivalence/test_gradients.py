@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,11 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from transformers import CohereConfig, CohereForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, OPTConfig, OPTForCausalLM
 
 from onbeat.batch.layout import Layout
 from onbeat.config import Config
 from onbeat.device import load_model
+from onbeat.errors import InputError
 from onbeat.recipe import from_tree
 from onbeat.training import tri_model
 from onbeat.training.attention import ATTENTION
@@ -284,17 +287,40 @@ def formula_with_old(
     return total, clipped
 
 
-def test_dropout_is_off_in_training(tmp_path: Path) -> None:
-    """What is sampled from is what is trained."""
+def opt() -> Any:
+    """Drops out by functions, whole layers too, in the layer and in the model."""
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=96, hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=2,
+            word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.5, attention_dropout=0.5, layerdrop=0.5,
+        )
+    )  # fmt: skip
+
+
+def llama() -> Any:
     model = copy.deepcopy(tiny_model("llama"))
     model.config.attention_dropout = 0.5
-    model.save_pretrained(tmp_path)
-    config = make_config(str(tmp_path))
-    trainer = PolicyTrainer(config, str(tmp_path))
-    trainer.model.set_attn_implementation("sdpa")
+    return model
+
+
+def test_a_model_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
+    with pytest.raises(InputError, match=r"has no weights: no \*\.safetensors"):
+        PolicyTrainer(make_config(str(tmp_path)), str(tmp_path))
+    load_model(str(tmp_path), weights_follow=True)  # as a generator that joins from another machine does
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("make", [llama, opt])
+def test_dropout_is_off_in_training(make: Callable[[], Any], checkpointing: bool, tmp_path: Path) -> None:
+    """What is sampled from is what is trained."""
+    make().save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), {"gradient_checkpointing": checkpointing})
+    model = PolicyTrainer(config, str(tmp_path)).model
+    model.set_attn_implementation("sdpa")
     ids = torch.arange(1, 30)[None]
-    assert trainer.model.training
-    assert torch.equal(trainer.model(ids).logits, trainer.model(ids).logits)
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(model_dir: str) -> None:

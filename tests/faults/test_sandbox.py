@@ -93,6 +93,10 @@ ESCAPES = {
     "signal somebody": "os.kill({pid}, 0)",
     "see other processes": "open('/proc/{pid}/environ', 'rb').read()",
     "reach somebody by a socket's path": "import socket; socket.socket(socket.AF_UNIX).connect({unix!r})",
+    "the same by its other number": (
+        "import ctypes, errno; libc = ctypes.CDLL(None, use_errno=True); libc.syscall(0x40000029, 1, 1, 0); "
+        "raise_it = ctypes.get_errno() == errno.EACCES and (_ for _ in ()).throw(PermissionError())"
+    ),
     "take more memory": "import resource; resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))",
     "become root again": "os.setuid(0) if os.getuid() else os.mkdir('/root/x')",
     "mount it back": (

@@ -87,6 +87,22 @@ def test_a_runs_records_move_its_crew_and_every_decision_is_told() -> None:
     ]
 
 
+def test_who_came_by_himself_counts_and_is_not_sent_away() -> None:
+    """Two of ours and a visitor are three; two are enough, so one of ours goes."""
+    wanted: list[int] = []
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(generator=SimpleNamespace(bounds=(1, 4))),
+        crew=SimpleNamespace(num_visitors=1, wanted=2, want=wanted.append),
+    )
+    after_period = autoscaling(session, SimpleNamespace(decided=lambda why: None))  # type: ignore[arg-type]
+    for _ in range(6):
+        if not wanted:
+            after_period(
+                {"num_generators": 3, "generators_busy_s": 20 / 3, "training_s": 11.0, "num_generated_tokens": 1000}
+            )
+    assert wanted == [1]
+
+
 def test_a_fixed_number_stays_whatever_the_records_say() -> None:
     session: Any = SimpleNamespace(config=SimpleNamespace(generator=SimpleNamespace(bounds=(2, 2))))
     autoscaling(session, SimpleNamespace())({})  # type: ignore[arg-type]

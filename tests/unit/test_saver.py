@@ -152,5 +152,8 @@ def test_a_trainer_that_dies_while_saving_is_the_loops_news(tmp_path: Path) -> N
         await saver.boundary(1)
         assert await saver.interrupted() is None
         assert told == []
+        await saver.boundary(1)
+        with pytest.raises(WorkerError, match="it is dead"):  # the loop may have asked nothing more of it
+            await saver.end()
 
     run(check)

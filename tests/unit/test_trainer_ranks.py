@@ -247,7 +247,7 @@ def test_if_one_rank_of_a_round_splits_its_group_all_run_as_many_parts() -> None
     run(check, ranks=2, shard=True, max_tokens=100)
 
 
-def test_the_death_of_one_rank_is_told_to_whoever_waits_for_another() -> None:
+def test_the_death_of_one_rank_is_told_to_whoever_waits_for_another_and_to_every_later_call() -> None:
     async def check(trainer: TrainerRanks, ranks: list[FakeRank]) -> None:
         ranks[0].may_answer.clear()  # in a collective that never ends
         for index in range(2):
@@ -256,7 +256,10 @@ def test_the_death_of_one_rank_is_told_to_whoever_waits_for_another() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         ranks[1].die()
-        await waiting  # there is room again, since nothing is awaited any more
+        with pytest.raises(WorkerError, match="trainer-1 died"):
+            await waiting
+        with pytest.raises(WorkerError, match="trainer-1 died"):  # what is left of the period need not be generated
+            await trainer.accumulate(microbatch(3, 0))
         with pytest.raises(WorkerError, match="trainer-1 died"):
             await trainer.step(TOTALS)
 

@@ -368,6 +368,7 @@ def command_line(config: Config, model_dir: str, socket_path: str) -> list[str]:
 _NOT_FOR_RECIPES = (
     "host", "port", "model", "api-key", "config", "load-format", "disable-log-stats", "data-parallel-size",
     "api-server-count", "tokens-only", "skip-tokenizer-init",
+    "trust-remote-code",
 )  # fmt: skip
 
 
