@@ -3,16 +3,18 @@
     make bench-train
 
 SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward, all cores, in the
-workers' environment. Replicated: the model's own forward over a batch of the group's completions, logits at completion
-positions only, torch's own backward. Shared: onbeat's, as many groups in a micro-batch as trainer.pack_tokens puts
-there; the time is that of one group. Medians of interleaved turns. Writes docs/bench-train.json.
+workers' environment. Replicated: the model's own forward over a batch of the completions, logits at completion
+positions only, torch's own backward. Shared: onbeat's. Both over the same micro-batch, of as many groups as
+trainer.pack_tokens puts there; the time is that of one group. Medians of interleaved turns. Writes
+docs/bench-train.json.
 
 *Possible* is the ratio of FLOPs: the head and most of attention see the completions in both forms. Prefix: a pack of
 groups whose prompts begin alike, against one whose prompts do not. Elisions: a group through the trainer, with each
 model forced to run, and without.
 
 Useful FLOPS are those of each token once, forward and backward, recomputation not counted; the peak is that of large
-matrix products just before and just after the turn: the machine is not equally fast in every minute. Peak memory is
+matrix products just before and just after the turn: the machine is not equally fast in every minute. Told are the
+median of the shares, turn by turn, and the share of the medians. Peak memory is
 that of a process that trains a group of 4,096 packed tokens: as the trainer does by default, in parts of
 trainer.max_tokens; in one pass with the head in chunks; and in one pass with the logits of all positions built.
 Gradient checkpointing off and on, in the environment workers get then, beside that of the libraries alone.
@@ -100,7 +102,7 @@ def load() -> Any:
     from onbeat.device import load_model
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return load_model(smollm2()).train()
+    return load_model(smollm2())
 
 
 def random_group(shape: tuple[int, int, int], vocabulary: int, seed: int = 0, alike: int = 0) -> Any:
@@ -129,7 +131,7 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     prompt, size, length = shape
     in_pack = max(1, TrainerConfig().pack_tokens // (prompt + size * length))
     groups = [random_group(shape, model.config.vocab_size, seed) for seed in range(in_pack)]  # no two prompts alike
-    plain, packed = Layout.plain(groups[:1]), Layout.shared(groups)
+    plain, packed = Layout.plain(groups), Layout.shared(groups)
 
     def backward(logprobs_T: torch.Tensor, layout: Layout) -> None:
         (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()
@@ -148,7 +150,7 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     more_times, more_peaks = interleaved({"shared": shared}, PEAK_TURNS - len(peaks["shared"]), unmeasured=0)
     seconds_of_pack = times["shared"] + more_times["shared"]
     peaks_around = peaks["shared"] + more_peaks["shared"]
-    times["shared"] = [seconds / in_pack for seconds in times["shared"]]
+    times = {name: [seconds / in_pack for seconds in found] for name, found in times.items()}
     middle = {name: median(values) for name, values in times.items()}
     token_ratio = size * (prompt + length) / (prompt + size * length)
     ratio = median(a / b for a, b in zip(times["replicated"], times["shared"], strict=True))
@@ -156,11 +158,13 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     possible = flops(model.config, shape, shared=False) / useful / token_ratio
     shares = [in_pack * useful / seconds / peak for seconds, peak in zip(seconds_of_pack, peaks_around, strict=True)]
     share = median(shares)
+    of_medians = in_pack * useful / median(seconds_of_pack) / median(peaks_around)
     print(
         f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {middle['replicated']:.2f} s, "
         f"shared {middle['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.1f} % of the token ratio "
         f"{token_ratio:.2f} ({100 * possible:.0f} possible); useful FLOPS {100 * share:.1f} % of the GEMM peak "
-        f"({100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} turns)",
+        f"({100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} turns), {100 * of_medians:.1f} % by the "
+        "medians of both",
         flush=True,
     )
     return {
@@ -175,6 +179,7 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
         "possible": possible,
         "gemm_peak_flops": peaks_around,
         "useful_shares_of_peak": shares,
+        "useful_share_of_medians": of_medians,
     }
 
 

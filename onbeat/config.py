@@ -182,7 +182,8 @@ class TrainerConfig(_Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; weights, their sums of gradients and the optimizer's state stay float32."""
     offload: bool = False
-    """What a rank keeps lies in host memory, and comes to the device layer by layer; needs shard."""
+    """Old policy and reference lie in host memory, and come to the device for their pass; with shard all that a rank
+    keeps does, and comes layer by layer."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Threads per rank; 0: all cores, shared with the generators without spinning."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
@@ -202,7 +203,7 @@ class TrainerConfig(_Section):
     pack_tokens: _Positive = 768
     """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
     better and makes the trainer wait."""
-    max_tokens: _Positive = 2048
+    max_tokens: _Positive = 1536
     """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass. A model that
     cannot share prompts is given its completions in batches of so many, prompts included, unless its weights are
     sharded."""
@@ -225,11 +226,6 @@ class TrainerConfig(_Section):
             raise ValueError(
                 f"trainer.tensor_parallel = {self.tensor_parallel} does not divide trainer.ranks = {self.ranks}: a "
                 f"micro-batch takes {self.tensor_parallel} of them"
-            )
-        if self.offload and not self.shards:
-            raise ValueError(
-                f"trainer.offload = true needs trainer.shard = true, and trainer.ranks (now {self.ranks}) of at least "
-                f"{2 * self.tensor_parallel} to spread the weights over"
             )
         return self
 

@@ -14,7 +14,8 @@ import os
 import resource
 import socket
 import struct
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +136,30 @@ def in_host_memory() -> AbstractContextManager[Any]:
     return nullcontext() if device() == HOST else HOST
 
 
+@contextmanager
+def brought_to(place: torch.device, model: torch.nn.Module) -> Iterator[None]:
+    """A model that lies in host memory and is not trained: on a device, for as long as it is wanted there. Nothing is
+    copied back."""
+    there: dict[int, torch.Tensor] = {}  # tied weights come once
+
+    def bring(tensors: dict[str, Any]) -> dict[str, Any]:
+        here = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        for tensor in here.values():
+            if id(tensor) not in there:
+                there[id(tensor)] = tensor.detach().to(place)
+        return {name: there[id(tensor)] for name, tensor in here.items()}
+
+    holders: list[Any] = [held for module in model.modules() for held in (module._parameters, module._buffers)]
+    at_home = [(held, dict(held)) for held in holders]
+    try:
+        for held, tensors in at_home:
+            held.update(bring(tensors))
+        yield
+    finally:
+        for held, tensors in at_home:
+            held.update(tensors)
+
+
 def load_model(directory: str, *, weights_follow: bool = False) -> Any:
     """A causal language model in float32 with dropout off: what is sampled from is what is trained (R2).
     `weights_follow`: the directory need not have any."""
@@ -146,13 +171,16 @@ def load_into_host_memory(directory: str, *, weights_follow: bool = False) -> An
     logging.disable_progress_bar()
     try:
         with in_host_memory():
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            how: dict[str, Any] = {"dtype": DTYPE}
+            if getattr(config.get_text_config(), "attn_logit_softcapping", None):
+                how["attn_implementation"] = "eager"  # the others of transformers leave the cap out
             if any(Path(directory).glob("*.safetensors")) or any(Path(directory).glob("*.bin")):
-                model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPE, local_files_only=True)
+                model = AutoModelForCausalLM.from_pretrained(directory, **how, local_files_only=True)
             elif not weights_follow:
                 raise InputError(f"model.path = {directory!r} has no weights: no *.safetensors, and no *.bin")
             else:
-                config = AutoConfig.from_pretrained(directory, local_files_only=True)
-                model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+                model = AutoModelForCausalLM.from_config(config, **how)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path = {directory!r} cannot be loaded as a causal language model: {error}") from error
     for module in model.modules():

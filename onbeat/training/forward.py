@@ -129,7 +129,8 @@ def _plain_logprobs(model: Any, layout: Layout, temperature: float) -> tuple[tor
     sequence_T, position_T = layout.prediction_T // longest, layout.prediction_T % longest
     first = int(position_T.min())  # the head has nothing to say before the first prediction
     output = model(input_ids=layout.tokens_S_L, use_cache=False, logits_to_keep=torch.arange(first, longest))
-    logits_T_V = output.logits[sequence_T, position_T - first]
+    logits = output.logits[:, first - longest :]  # of all positions, if the model does not know how to keep few
+    logits_T_V = logits[sequence_T, position_T - first]
     logits_T_V = logits_T_V.to(torch.promote_types(logits_T_V.dtype, torch.float32)) / temperature
     logprobs_T_V = torch.log_softmax(logits_T_V, dim=-1)
     with torch.no_grad():

@@ -12,7 +12,7 @@ it.)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from onbeat.batch.layout import Layout
 from onbeat.config import LoraSection, TrainerConfig
-from onbeat.device import computing_in, device, load_into_host_memory, local_part
+from onbeat.device import brought_to, computing_in, device, load_into_host_memory, local_part
 from onbeat.lora import add_adapter, no_addition, trained_parameters, values, with_values
 from onbeat.training.forward import (
     PromptState,
@@ -82,8 +82,10 @@ class TriModel:
             checkpoint_layers(self.policy)
         self.why_not_shared = why_not_shared(self.policy)
         self._has_adapter = lora.rank > 0
-        self.old = _frozen(model_dir, ranks) if needs_old and not self._has_adapter else None
-        self.reference = _frozen(model_dir, ranks) if needs_reference and not self._has_adapter else None
+        self._at_home = settings.offload and not settings.shards
+        """Old and reference lie in host memory."""
+        self.old = self._frozen(model_dir, ranks) if needs_old and not self._has_adapter else None
+        self.reference = self._frozen(model_dir, ranks) if needs_reference and not self._has_adapter else None
         models = [model for model in (self.policy, self.old, self.reference) if model is not None]
         if self.why_not_shared is None:
             for model in models:
@@ -103,6 +105,11 @@ class TriModel:
         self.at_start = True
         """No update has been made: the policy is what was loaded, which is the reference."""
 
+    def _frozen(self, model_dir: str, ranks: Ranks) -> Any:
+        model = load_into_host_memory(model_dir).requires_grad_(False)
+        spread_over_team(model, ranks)
+        return model if self._at_home else model.to(device())
+
     def open_period(self) -> None:
         """The policy as it is now is the old policy of the coming period."""
         self._moved = False
@@ -121,13 +128,19 @@ class TriModel:
     @contextmanager
     def _as_old(self) -> Iterator[Any]:
         """The old policy: a model of its own, or the policy with the adapter it had."""
-        with with_values(self.policy, self._old_values) if self._old_values is not None else nullcontext():
+        with self._policy_with(self._old_values), self._called_from_home(self.old):
             yield self._door(self.old or self.policy)
 
     @contextmanager
     def _as_reference(self) -> Iterator[Any]:
-        with with_values(self.policy, self._reference_values) if self._reference_values is not None else nullcontext():
+        with self._policy_with(self._reference_values), self._called_from_home(self.reference):
             yield self._door(self.reference or self.policy)
+
+    def _policy_with(self, adapter: dict[str, torch.Tensor] | None) -> AbstractContextManager[Any]:
+        return with_values(self.policy, adapter) if adapter is not None else nullcontext()
+
+    def _called_from_home(self, frozen: Any) -> AbstractContextManager[Any]:
+        return brought_to(device(), frozen) if self._at_home and frozen is not None else nullcontext()
 
     def _door(self, model: Any) -> Any:
         return self._doors[id(model)]
@@ -177,9 +190,3 @@ class TriModel:
                     reference = prompt_state(model, prompt_ids)
         with split_prompt(self._door(self.policy), prompt_ids, computing_in(self._precision)) as policy:
             yield TriPrompt(policy=policy, old=old, reference=reference)
-
-
-def _frozen(model_dir: str, ranks: Ranks) -> Any:
-    model = load_into_host_memory(model_dir).requires_grad_(False)
-    spread_over_team(model, ranks)
-    return model.to(device())

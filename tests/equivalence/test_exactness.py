@@ -22,6 +22,14 @@ def test_sync_and_periodic_with_1_2_and_3_generators_end_with_the_same_weights_a
         assert json.loads((run_dir / "environment.json").read_text())["exact"] is True
 
 
+@pytest.mark.full
+def test_so_they_do_with_two_updates_per_period_of_groups_that_are_split(tmp_path: Path) -> None:
+    keys = {"schedule__periods": 10, "schedule__updates_per_period": 2, "trainer__max_tokens": 12}
+    sync = train_digests(tmp_path / "sync", schedule__mode="sync", **keys)
+    for count in (1, 2, 3):
+        assert train_digests(tmp_path / f"periodic-{count}", generator__count=count, **keys) == sync
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))])
 def test_other_seeds_agree_too_and_differ_from_each_other(
@@ -42,7 +50,7 @@ def seen() -> dict[int, tuple[str, str]]:
 @pytest.mark.parametrize(
     "setting",
     [
-        {"schedule.updates_per_period": 2},
+        {"schedule.updates_per_period": 2, "trainer.max_tokens": 12},
         pytest.param({"algorithm.beta": 0.1, "algorithm.loss_mean": "token"}, marks=pytest.mark.integration),
         pytest.param(
             {"trainer.gradient_checkpointing": True, "sampling.temperature": 0.7, "algorithm.scale_advantages": False},

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from transformers import CohereConfig, CohereForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, OPTConfig, OPTForCausalLM
 
 from onbeat.batch.layout import Layout
 from onbeat.config import Config
-from onbeat.device import load_model
+from onbeat.device import brought_to, load_model
 from onbeat.errors import InputError
 from onbeat.recipe import from_tree
 from onbeat.training import tri_model
@@ -301,6 +301,48 @@ def llama() -> Any:
     model = copy.deepcopy(tiny_model("llama"))
     model.config.attention_dropout = 0.5
     return model
+
+
+def test_old_and_reference_in_host_memory_change_no_bit(model_dir: str) -> None:
+    groups = [random_group(random.Random(slot), slot) for slot in range(3)]
+
+    def gradients(offload: bool) -> list[torch.Tensor]:
+        trainer = PolicyTrainer(make_config(model_dir, {"offload": offload, "max_tokens": 20}, beta=0.5), model_dir)
+        trainer._models._moved, trainer._models.at_start = True, False  # both run
+        with mock.patch.object(tri_model, "brought_to", wraps=tri_model.brought_to) as bring:
+            accumulate(trainer, [[group] for group in groups])
+        assert bring.called is offload
+        return [parameter.grad for parameter in trainer.model.parameters()]
+
+    assert all(map(torch.equal, gradients(offload=True), gradients(offload=False)))
+
+
+def test_a_model_that_is_brought_to_a_device_is_whole_there_and_the_same_tensors_again_at_home() -> None:
+    """To the device without memory, since there is no other here."""
+    model = copy.deepcopy(tiny_model("gemma3"))  # its head is its embedding
+    at_home = {name: tensor.data_ptr() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    with brought_to(torch.device("meta"), model):
+        assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert model(torch.zeros(1, 4, dtype=torch.long, device="meta")).logits.shape[:2] == (1, 4)
+    assert {n: t.data_ptr() for n, t in [*model.named_parameters(), *model.named_buffers()]} == at_home
+    assert isinstance(model.get_output_embeddings().weight, torch.nn.Parameter)
+
+
+def test_a_cap_on_attention_is_kept_where_a_model_is_trained_plain(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(vocab_size=96, num_key_value_heads=2, head_dim=16, attn_logit_softcapping=0.1, **sizes)
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)  # large enough to meet the cap
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(1, 30)[None]
+    found = load_model(str(tmp_path))(ids).logits
+    assert torch.equal(found, model(ids).logits)
+    model.set_attn_implementation("sdpa")
+    assert not torch.allclose(found, model(ids).logits, atol=1e-3)  # so it matters
 
 
 def test_a_model_directory_without_weights_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from transformers import (
@@ -202,6 +202,7 @@ def all_in_float64() -> Iterator[None]:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 @given(groups=train_groups(), max_tokens=st.integers(1, 40))
+@example(groups=[random_group(random.Random(0), 0, 16), random_group(random.Random(1), 1, 1)], max_tokens=20)
 @settings(max_examples=4)
 def test_shared_equals_plain_in_float64(
     architecture: str, checkpointing: bool, groups: list[TrainGroup], max_tokens: int
@@ -319,10 +320,20 @@ def test_however_much_of_the_head_is_kept_the_bits_are_the_same(num_rows: int, m
 
 
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
-@given(groups=train_groups(), max_tokens=st.integers(1, 40))
+@given(groups=train_groups(), max_tokens=st.integers(1, 40), checkpointing=st.booleans())
+@example(
+    groups=[random_group(random.Random(0), 0, 16), random_group(random.Random(1), 1, 1)],
+    max_tokens=20,
+    checkpointing=True,
+)
 @settings(max_examples=4)
-def test_shared_equals_plain_in_float32(architecture: str, groups: list[TrainGroup], max_tokens: int) -> None:
-    check_forms(copy.deepcopy(tiny_model(architecture)), groups, max_tokens, tolerance=1e-4)
+def test_shared_equals_plain_in_float32(
+    architecture: str, groups: list[TrainGroup], max_tokens: int, checkpointing: bool
+) -> None:
+    model = copy.deepcopy(tiny_model(architecture))
+    if checkpointing:
+        checkpoint_layers(model)
+    check_forms(model, groups, max_tokens, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, CohereForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from onbeat.check import CheckReport
 from onbeat.cli import main
+from onbeat.training import forward
 from onbeat.training.attention import KeysValues, SharedPrompt
 from tests.fakes.models import tiny_model
 
@@ -49,6 +57,45 @@ def test_a_model_that_cannot_share_is_told_so_and_passes(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "shared prompt      no: " in done.stdout
     assert "trained plain" in done.stdout
+    assert "gradients " in done.stdout
+    assert "batch invariance   yes" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2)), "linear_attention"),
+        (Gemma2ForCausalLM(Gemma2Config(
+            vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=16, attn_logit_softcapping=0.5)), "soft"),
+    ],
+    ids=["mamba", "gemma2"],
+)  # fmt: skip
+def test_a_model_that_is_neither_shared_nor_decoded_has_its_plain_form_compared(
+    model: Any, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model.save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "shared prompt      no: " in said
+    assert "gradients " in said
+    assert "generation         not by the embedded generator: " in said
+    assert reason in said
+
+
+def test_a_plain_form_that_computes_something_else_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2)).save_pretrained(tmp_path)
+    plain = forward._plain_logprobs
+
+    def wrong(*arguments: Any) -> Any:
+        logprobs, entropy = plain(*arguments)
+        return 1.01 * logprobs, entropy
+
+    monkeypatch.setattr(forward, "_plain_logprobs", wrong)
+    assert main(["check", str(tmp_path)]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
 
 
 def test_what_is_no_model_is_a_sentence_with_code_3(tmp_path: Path) -> None:

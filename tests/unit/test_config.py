@@ -233,7 +233,6 @@ def test_a_flag_cannot_reach_into_the_list_of_rewards(recipe: Path) -> None:
         ("trainer.betas", [0.9], "trainer.betas.1"),
         ("trainer.betas", 0.9, "trainer.betas = 0.9: input should be a valid array"),
         ("trainer.tensor_parallel", 2, "trainer.tensor_parallel = 2 does not divide trainer.ranks = 1"),
-        ("trainer.offload", True, "trainer.offload = true needs trainer.shard = true, and trainer.ranks (now 1)"),
         ("run.dir", 3, "run.dir = 3: input should be a valid string"),
         ("model.path", ["a"], "model.path = ['a']: input should be a valid string"),
         ("reward.functions", [], "reward.functions = []: tuple should have at least 1 item"),
