@@ -4,9 +4,9 @@
 
 SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward, all cores, in the
 workers' environment. Replicated: the model's own forward over a batch of the completions, logits at completion
-positions only, torch's own backward. Shared: onbeat's. Both over the same micro-batch, of as many groups as
-trainer.pack_tokens puts there; the time is that of one group. Medians of interleaved turns. Writes
-docs/bench-train.json.
+positions only, torch's own backward. Shared: onbeat's. Each in micro-batches of as many groups as fit into
+trainer.pack_tokens, one at least; the time is that of one group. Where more fit with the prompt shared, replicated also
+runs over the same groups, more tokens at once. Medians of interleaved turns. Writes docs/bench-train.json.
 
 *Possible* is the ratio of FLOPs: the head and most of attention see the completions in both forms. Prefix: a pack of
 groups whose prompts begin alike, against one whose prompts do not. Elisions: a group through the trainer, with each
@@ -129,31 +129,47 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
     from onbeat.training.forward import completion_logprobs, share_prompts
 
     prompt, size, length = shape
-    in_pack = max(1, TrainerConfig().pack_tokens // (prompt + size * length))
+    room = TrainerConfig().pack_tokens
+    in_pack = max(1, room // (prompt + size * length))
+    alone = max(1, room // (size * (prompt + length)))
     groups = [random_group(shape, model.config.vocab_size, seed) for seed in range(in_pack)]  # no two prompts alike
-    plain, packed = Layout.plain(groups), Layout.shared(groups)
+    packed = Layout.shared(groups)
 
     def backward(logprobs_T: torch.Tensor, layout: Layout) -> None:
         (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()
 
-    def replicated() -> None:
-        model.set_attn_implementation("sdpa")
-        tokens = plain.tokens_S_L
-        logits = model(tokens, use_cache=False, logits_to_keep=torch.arange(prompt - 1, prompt + length - 1)).logits
-        backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), plain)
+    def replicated(count: int) -> Callable[[], None]:
+        plain = Layout.plain(groups[:count])
+
+        def run() -> None:
+            model.set_attn_implementation("sdpa")
+            tokens = plain.tokens_S_L
+            logits = model(tokens, use_cache=False, logits_to_keep=torch.arange(prompt - 1, prompt + length - 1)).logits
+            backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), plain)
+
+        return run
 
     def shared() -> None:
         share_prompts(model)
         backward(completion_logprobs(model, packed, 1.0)[0], packed)
 
-    times, peaks = interleaved({"replicated": replicated, "shared": shared}, repeats)
+    ways = {"replicated": replicated(alone), "shared": shared}
+    if in_pack > alone:
+        ways["replicated, the same groups"] = replicated(in_pack)
+    counts = {"replicated": alone}
+    times, peaks = interleaved(ways, repeats)
     more_times, more_peaks = interleaved({"shared": shared}, PEAK_TURNS - len(peaks["shared"]), unmeasured=0)
     seconds_of_pack = times["shared"] + more_times["shared"]
     peaks_around = peaks["shared"] + more_peaks["shared"]
-    times = {name: [seconds / in_pack for seconds in found] for name, found in times.items()}
+    times = {name: [seconds / counts.get(name, in_pack) for seconds in found] for name, found in times.items()}
     middle = {name: median(values) for name, values in times.items()}
     token_ratio = size * (prompt + length) / (prompt + size * length)
-    ratio = median(a / b for a, b in zip(times["replicated"], times["shared"], strict=True))
+    ratios = {
+        name: median(a / b for a, b in zip(times[name], times["shared"], strict=True))
+        for name in times
+        if name != "shared"
+    }
+    ratio = ratios["replicated"]
     useful = flops(model.config, shape, shared=True)
     possible = flops(model.config, shape, shared=False) / useful / token_ratio
     shares = [in_pack * useful / seconds / peak for seconds, peak in zip(seconds_of_pack, peaks_around, strict=True)]
@@ -167,14 +183,18 @@ def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict
         "medians of both",
         flush=True,
     )
+    for name in ratios.keys() - {"replicated"}:
+        print(
+            f"  {name}: {middle[name]:.2f} s: {ratios[name]:.2f} = {100 * ratios[name] / token_ratio:.1f} %", flush=True
+        )
     return {
         "prompt": prompt,
         "group": size,
         "completion": length,
         "groups_in_pack": in_pack,
         "seconds": times,
-        "ratio": ratio,
-        "of_token_ratio": ratio / token_ratio,
+        "ratios": ratios,
+        "of_token_ratio": {name: each / token_ratio for name, each in ratios.items()},
         "token_ratio": token_ratio,
         "possible": possible,
         "gemm_peak_flops": peaks_around,
