@@ -11,6 +11,9 @@ prompts cannot be shared, the completions alone, each with its prompt (`plain_pa
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from onbeat.types import MicroBatch, TrainGroup
 
 
@@ -47,20 +50,33 @@ def num_parts(microbatch: MicroBatch, max_tokens: int) -> int:
 
 
 def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
-    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone).
+    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone): as few as there
+    can be in their order, the largest of them as small as it can be then.
 
     Longest first, so that equal lengths stay together; a function of the group alone (R1).
     """
-    parts: list[list[int]] = []
+    order = _longest_first(group)
+    lengths = [len(group.completion_ids[index]) for index in order]
+    fewest = len(_filled(lengths, max_tokens))
+    smallest = bisect_left(range(max_tokens), -fewest, key=lambda limit: -len(_filled(lengths, limit)))
+    parts, begin = [], 0
+    for count in _filled(lengths, smallest):
+        parts.append(_part(group, order[begin : begin + count]))
+        begin += count
+    return parts
+
+
+def _filled(lengths: Sequence[int], limit: int) -> list[int]:
+    """How many go into each part, if every part is filled as far as it goes."""
+    counts: list[int] = []
     room = 0
-    for index in _longest_first(group):
-        length = len(group.completion_ids[index])
-        if not parts or length > room:
-            parts.append([])
-            room = max_tokens
-        parts[-1].append(index)
+    for length in lengths:
+        if not counts or length > room:
+            counts.append(0)
+            room = limit
+        counts[-1] += 1
         room -= length
-    return [_part(group, part) for part in parts]
+    return counts
 
 
 def plain_parts(groups: tuple[TrainGroup, ...], max_tokens: int) -> list[tuple[TrainGroup, ...]]:

@@ -436,6 +436,16 @@ def test_a_split_keeps_every_completion_once_and_no_part_over_the_limit(
     assert sorted(c for part in parts for c in part.completion_ids) == sorted(groups[0].completion_ids)
     for part in parts:
         assert sum(map(len, part.completion_ids)) <= max_tokens or len(part.completion_ids) == 1
+    largest = max(sum(map(len, part.completion_ids)) for part in parts)
+    if largest <= max_tokens and all(len(part.completion_ids) > 1 for part in parts):
+        assert len(split_group(groups[0], largest - 1)) > len(parts)  # with less room there would be more
+
+
+def test_the_parts_of_a_split_group_are_of_about_the_same_size() -> None:
+    group = structs.replace(random_group(random.Random(0), 0, 8), completion_ids=((1,) * 10,) * 28)
+    group = structs.replace(group, sampler_logprobs=((0.0,) * 10,) * 28, advantages=(0.0,) * 28)
+    assert [len(part.completion_ids) for part in split_group(group, 120)] == [10, 10, 8]
+    assert [len(part.completion_ids) for part in split_group(group, 160)] == [14, 14]
 
 
 @given(
