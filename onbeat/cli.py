@@ -272,7 +272,6 @@ def _warn(sentence: str) -> None:
 
 def _describe(config: Config) -> str:
     """The resolved recipe, and what it comes to on this machine."""
-    from onbeat.cores import rank_threads
     from onbeat.model_source import model_directory
     from onbeat.recipe import to_toml
 
@@ -288,13 +287,12 @@ def _describe(config: Config) -> str:
     named = [source.rpartition(":")[0] if ":" in source else source for source in sources if source]
     files = {name for name in named if os.path.isabs(name)}  # what a recipe calls a path has been made absolute
     missing = sorted(file for file in files if not os.path.exists(file))
-    trainer_threads = rank_threads(config.trainer.threads, config.trainer.ranks, cores)
     notes = [
         *(f"MISSING      {file}" for file in missing),
         f"model        {directory} ({state})",
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
-        f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_threads(trainer_threads, cores)}",
+        f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_trainer_threads(config.trainer, cores)}",
         f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
         *_concurrency(config),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
@@ -303,9 +301,13 @@ def _describe(config: Config) -> str:
     return to_toml(config) + "\n" + "\n".join(f"# {note}" for note in notes)
 
 
-def _threads(asked: int, cores: int) -> str:
-    if asked:
-        return f"{asked} threads, as the recipe says"
+def _trainer_threads(trainer: TrainerConfig, cores: int) -> str:
+    from onbeat.cores import rank_threads
+
+    if trainer.threads:
+        return f"{trainer.threads} threads, as the recipe says"
+    if trainer.ranks > 1:
+        return f"{rank_threads(0, trainer.ranks, cores)} threads each, its share of the cores"
     return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
 
 

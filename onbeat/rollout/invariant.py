@@ -10,6 +10,7 @@ row alone (R1), for any number of rows and threads. The model is not changed.
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
 
+Packed weights are a second copy: of SmolLM2-135M two thirds of the model, made anew in every generator and version.
 Only in float32 on a CPU, where these were found (tests/equivalence/test_batch_invariance.py).
 """
 

@@ -10,7 +10,8 @@ against 0.07 s for 538 MB). So a `SnapshotWriter` has two blocks and takes them 
 versions later, and the second one is made as soon as the first version is out (`make_ready`). A version is read while
 it is current, and by who joined then; one that is still at it two versions later finds that another is current, and
 begins anew (memory.py). For the same reason a generator keeps both blocks mapped (`Blocks`), and computes with the
-weights where they are (`Mapped.lend_to`): nothing is copied per generator.
+weights where they are (`Mapped.lend_to`): nothing is copied per generator, but for the layers that its engine packs
+(rollout/invariant.py).
 
 Weights that are spread over ranks: spread.py.
 """

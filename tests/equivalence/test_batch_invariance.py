@@ -265,14 +265,14 @@ def test_the_probe_notices_small_products_that_samples_share(monkeypatch: pytest
             assert "differently" in (probe_invariance(model).rows or "")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
+@pytest.mark.parametrize(("temperature", "prompt_length"), [(1.0, 37), (0.6, 37), (1.0, 300)])
 def test_log_probabilities_are_as_close_to_the_exact_ones_as_the_models_own(
-    architecture: str, temperature: float
+    architecture: str, temperature: float, prompt_length: int
 ) -> None:
-    """The exact ones are those of a forward pass in float64."""
+    """The exact ones are those of a forward pass in float64. Of a prompt of 300 tokens there are three chunks."""
     model = tiny_model(architecture)
-    prompt = tuple(range(3, 40))
+    prompt = tuple((3 + 7 * i) % VOCABULARY for i in range(prompt_length))
     completions = generate_alone(model, request(0, prompt, 8, sampling(24, temperature))).values()
     own = copy.deepcopy(model)
     own.set_attn_implementation("sdpa")
@@ -289,7 +289,7 @@ def test_log_probabilities_are_as_close_to_the_exact_ones_as_the_models_own(
         return torch.cat(errors).abs().max().item()
 
     ours = worst([torch.tensor(c.sampler_logprobs) - logprobs(exact, c) for c in completions])
-    assert ours < 2 * worst([logprobs(own, c) - logprobs(exact, c) for c in completions])
+    assert ours < max(1e-5, 2 * worst([logprobs(own, c) - logprobs(exact, c) for c in completions]))
     assert ours < 5e-5
 
 

@@ -24,6 +24,7 @@ from onbeat.errors import InputError
 from onbeat.recipe import from_tree
 from onbeat.training import tri_model
 from onbeat.training.attention import ATTENTION
+from onbeat.training.forward import completion_logprobs
 from onbeat.training.merged import LONG_PROMPT
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -327,6 +328,16 @@ def test_a_model_that_is_brought_to_a_device_is_whole_there_and_the_same_tensors
         assert model(torch.zeros(1, 4, dtype=torch.long, device="meta")).logits.shape[:2] == (1, 4)
     assert {n: t.data_ptr() for n, t in [*model.named_parameters(), *model.named_buffers()]} == at_home
     assert isinstance(model.get_output_embeddings().weight, torch.nn.Parameter)
+
+
+def test_a_model_that_gives_the_logits_of_all_positions_is_understood() -> None:
+    model = copy.deepcopy(tiny_model("qwen3"))
+    layout = Layout.plain([random_group(random.Random(slot), slot) for slot in range(2)])
+    expected, _ = completion_logprobs(model, layout, 1.0)
+    own = model.forward
+    model.forward = lambda *inputs, logits_to_keep=None, **more: own(*inputs, **more)
+    found, _ = completion_logprobs(model, layout, 1.0)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_cap_on_attention_is_kept_where_a_model_is_trained_plain(tmp_path: Path) -> None:
