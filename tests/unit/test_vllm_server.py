@@ -120,6 +120,29 @@ def check(tmp_path: Path, wanted: Config) -> None:
     asyncio.run(run())
 
 
+def test_a_server_that_ends_a_connection_as_the_next_request_is_sent_loses_none(tmp_path: Path) -> None:
+    """As it does with one that was idle for long enough."""
+    num_connections = 0
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)  # the next request, or the end
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_unix_server(answer_once, tmp_path / "s"):
+            server = Server(f"unix:{tmp_path}/s")
+            for _ in range(3):
+                assert await server.get("/version") == {}
+            await server.close()
+
+    asyncio.run(run())
+    assert num_connections == 3
+
+
 def test_a_server_as_it_should_be_passes(playing: Playing, tmp_path: Path) -> None:
     check(tmp_path, config())
 

@@ -80,8 +80,9 @@ class Server:
         socket_path = place.removeprefix("unix:") if place.startswith("unix:") else None
         self._client = httpx2.AsyncClient(
             base_url="http://vllm" if socket_path else place,
+            # A connection each: the server ends those that are idle for some seconds, perhaps as we send.
             transport=httpx2.AsyncHTTPTransport(
-                uds=socket_path, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+                uds=socket_path, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0)
             ),
             timeout=None,  # see _sent
         )
