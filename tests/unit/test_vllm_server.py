@@ -208,7 +208,7 @@ def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path: Path) 
         check_config(config(environment=str(tmp_path / "nowhere")))
     with pytest.raises(InputError, match=r"names 1 servers; generator\.count wants 2"):
         check_config(config(servers=("unix:/a",), generator={"count": 2}))
-    for name in ("max_num_seqs", "max_num_seq", "no_enable_scale_out", "disable_log_stats"):
+    for name in ("max_num_seqs", "max_num_seq", "no_enable_scale_out", "disable_log_stats", "trust_remote_code"):
         with pytest.raises(InputError, match=rf"generator\.vllm\.arguments\.{name}: onbeat sets this itself"):
             check_config(config(servers=("unix:/a",), arguments={name: True}))
     check_config(config(servers=("unix:/a",), arguments={"gpu_memory_utilization": 0.8}))
