@@ -163,10 +163,10 @@ def draw_trl(measured: Measured, path: Path) -> bool:
     figure, axis = plt.subplots(figsize=(8, 0.7 * len(names) + 1.4), layout="constrained")
     contenders = (("onbeat", COLOURS["onbeat"]), (OURS[1], COLOURS["other"]), ("TRL", COLOURS["TRL"]))
     for place, name in enumerate(names):
-        trl = statistics.median(rates(measured.runs({"workload": name}, "TRL"), WORKLOADS[name]))
+        trl = measured.runs({"workload": name}, "TRL")
         for row, (who, colour) in enumerate(contenders):
             if runs := measured.runs({"workload": name}, who):
-                speeds = [speed / trl for speed in rates(runs, WORKLOADS[name])]
+                speeds = ratios(trl, runs)
                 middle = statistics.median(speeds)
                 spread = [[middle - min(speeds)], [max(speeds) - middle]]
                 label = who if place == 0 else None
@@ -174,7 +174,7 @@ def draw_trl(measured: Measured, path: Path) -> bool:
                 axis.text(max(speeds) + 0.05, place + 0.27 * (row - 1), f"{middle:.2f}", va="center", fontsize=8)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
-    axis.set_xlabel("completions trained per second, TRL = 1")
+    axis.set_xlabel("completions trained per second, TRL = 1, round by round")
     figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     return save(figure, axis, path)
 
