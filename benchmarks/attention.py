@@ -44,8 +44,12 @@ def main() -> None:
             for way, merged.LONG_PROMPT in WAYS.items():
                 best_s[way] = min(best_s[way], forward_and_backward(layout))
         told = ", ".join(f"{way} {1000 * seconds:.1f} ms" for way, seconds in best_s.items())
-        less = 1 - best_s["merged"] / best_s["copied"]
-        print("P {:4}  G {:2}  R {:3}: ".format(*shape) + f"{told}: {100 * less:.0f} % less", flush=True)
+        more = best_s["merged"] / best_s["copied"] - 1
+        print(
+            "P {:4}  G {:2}  R {:3}: ".format(*shape)
+            + f"{told}, {abs(100 * more):.0f} % {'more' if more > 0 else 'less'}",
+            flush=True,
+        )
 
 
 def forward_and_backward(layout: Any) -> float:

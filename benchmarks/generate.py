@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from harness import Cell, Contender, Figures, Results, gemm_flops, parser, smollm2, summary, take_turns
+from harness import Cell, Contender, Figures, Results, parser, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
 WAVES = 2
@@ -30,6 +30,7 @@ CELLS: list[Cell] = [
     for prompt_tokens in (45, 300)
 ]
 NUM_PARAMETERS = 134_515_008
+"""Twice as many operations a token: peak FLOPS over that are the tokens of one large matrix product."""
 
 
 def main() -> None:
@@ -54,13 +55,7 @@ def main() -> None:
             if arguments.cells is None or number in arguments.cells:
                 jobs = [workload(cell, seed) for seed in range(1, arguments.repeats + 1)]
                 warm_up = {"prompts": jobs[0]["prompts"][:1], "lengths": [[1] * GROUP_SIZE], "seed": 0}
-                num_runs = len(results.runs(cell, "onbeat"))
-                limits = [gemm_limit(cell["threads"])]
                 take_turns(results, cell, contenders, jobs, warm_up, Path(folder), rehearsal=workload(cell, 0))
-                limits.append(gemm_limit(cell["threads"]))
-                if len(results.runs(cell, "onbeat")) != num_runs:
-                    results.of(cell, "onbeat")["gemm_limits"] = limits
-                    results.write()
                 report(results, cell, contenders)
 
 
@@ -74,14 +69,6 @@ def workload(cell: Cell, seed: int) -> Figures:
     }
 
 
-def gemm_limit(threads: int) -> float:
-    """Tokens per second if the model were one large matrix product: peak FLOPS over twice the parameters."""
-    import torch
-
-    torch.set_num_threads(threads)
-    return round(gemm_flops() / (2 * NUM_PARAMETERS), 1)
-
-
 def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:
     rates = {}
     print(", ".join(f"{name} {value}" for name, value in cell.items()))
@@ -91,8 +78,9 @@ def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:
         start = f"start to first token {result['start_s']} s" if "start_s" in result else ""
         print(f"  {contender.name:24} {summary(rates[contender.name]):24} tokens/s  {start}", flush=True)
     if "onbeat" in rates:
-        limit = statistics.mean(results.of(cell, "onbeat")["gemm_limits"])
-        print(f"  onbeat : GEMM limit {statistics.median(rates['onbeat']) / limit:.2f} of {limit:.0f} tokens/s")
+        limits = [run["gemm_flops"] / (2 * NUM_PARAMETERS) for run in results.runs(cell, "onbeat")]
+        shares = [rate / limit for rate, limit in zip(rates["onbeat"], limits, strict=True)]
+        print(f"  onbeat : GEMM limit {summary(shares)} of {statistics.median(limits):.0f} tokens/s")
         for name in [each.name for each in contenders if each.name != "onbeat"]:
             print(f"  onbeat : {name} {summary(ratios(results, cell, name))}, job by job")
 

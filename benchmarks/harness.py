@@ -7,7 +7,7 @@
 
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
 turn. A benchmark that was interrupted goes on where it was: runs that are in the file are not made again (--again makes
-them), if they are of this machine and the same code (onbeat/, the contender's script and settings).
+them), if they are of this machine, the same code (onbeat/, rivals/, pinned versions) and the same settings.
 """
 
 from __future__ import annotations
@@ -85,19 +85,6 @@ def machine() -> Figures:
     }
 
 
-def gemm_flops() -> float:
-    """Per second, of the best of some large float32 products: what the machine can do."""
-    import torch
-
-    left, right = torch.randn(1536, 1536), torch.randn(1536, 1536)
-    best_s = float("inf")
-    for _ in range(5):
-        began_s = time.perf_counter()
-        torch.mm(left, right)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return 2 * 1536**3 / best_s
-
-
 def code() -> str:
     """What is measured: the commit, and a digest of what differs from it in the code."""
 
@@ -109,11 +96,11 @@ def code() -> str:
     return commit + (f" with changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
 
 
-def sources(script: str) -> str:
-    """A digest of what is measured: the package, and the contender's script with what it imports of ours."""
+def sources() -> str:
+    """A digest of what is measured: the package, the contenders' scripts, and the versions they are pinned to."""
     digest = hashlib.sha256()
-    scripts = [RIVALS / name for name in ("contender.py", "tasks.py", script)]
-    for path in [*sorted((ROOT / "onbeat").rglob("*.py")), *scripts]:
+    paths = [*(ROOT / "onbeat").rglob("*.py"), *RIVALS.iterdir(), ROOT / "constraints.txt", ROOT / "vllm-env.txt"]
+    for path in sorted(path for path in paths if path.is_file()):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -219,9 +206,11 @@ class Results:
         """What there is of the contender; runs of other code, settings or jobs are forgotten."""
         result = self.of(cell, contender.name)
         asked = hashlib.sha256(json.dumps(jobs[0], sort_keys=True).encode()).hexdigest()[:16]
-        now = {"settings": contender.described, "sources": sources(contender.script), "job": asked}
+        now = {"settings": contender.described, "sources": sources(), "job": asked}
         if any(result.get(name) != value for name, value in now.items()):
-            result |= now | {"code": code(), "runs": []}
+            result |= {"versions": {}, **now, "code": code(), "runs": []}
+            for name in result.keys() - {"cell", "contender", "versions", "code", "runs", *now}:
+                del result[name]
         return result
 
     def runs(self, cell: Cell, contender: str) -> list[Figures]:

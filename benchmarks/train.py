@@ -6,7 +6,9 @@ SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forwa
 workers' environment. Replicated: the model's own forward over a batch of the completions, logits at completion
 positions only, torch's own backward. Shared: onbeat's. Each in micro-batches of as many groups as fit into
 trainer.pack_tokens, one at least; the time is that of one group. Where more fit with the prompt shared, replicated also
-runs over the same groups, more tokens at once. Medians of interleaved turns. Writes docs/bench-train.json.
+runs over the same groups, more tokens at once. Turns alternate, and each of replicated is compared with the mean of the
+shared ones before and after; told are the median of these ratios and the ratio of the medians. Writes
+docs/bench-train.json.
 
 *Possible* is the ratio of FLOPs: the head and most of attention see the completions in both forms. Prefix: a pack of
 groups whose prompts begin alike, against one whose prompts do not. Elisions: a group through the trainer, with each
@@ -32,9 +34,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from harness import ROOT, code, gemm_flops, machine, smollm2
+from harness import ROOT, code, machine, smollm2
+from rivals.peak import gemm_flops
 
 from onbeat.environment import prepare_this_process, torch_environment
 
@@ -46,9 +49,7 @@ NUM_TOKENS = 4096
 """Of MEMORY_SHAPE, packed."""
 WAYS = ("nothing", "as by default", "in one pass", "all logits")
 REPEATS = 3
-ENOUGH_S = 100.0
-PEAK_TURNS = 9
-"""Of the shared form, beside the machine's peak: it changes by half within seconds, and a turn takes ten."""
+ENOUGH_S = 170.0
 
 
 def main() -> int:
@@ -122,106 +123,109 @@ def random_group(shape: tuple[int, int, int], vocabulary: int, seed: int = 0, al
 
 
 def measure_shape(model: Any, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
-    import torch
-
-    from onbeat.batch.layout import Layout
     from onbeat.config import TrainerConfig
-    from onbeat.training.forward import completion_logprobs, share_prompts
 
     prompt, size, length = shape
     room = TrainerConfig().pack_tokens
     in_pack = max(1, room // (prompt + size * length))
-    alone = max(1, room // (size * (prompt + length)))
+    counts = {"replicated": max(1, room // (size * (prompt + length)))}
+    if in_pack > counts["replicated"]:
+        counts["replicated, the same groups"] = in_pack
     groups = [random_group(shape, model.config.vocab_size, seed) for seed in range(in_pack)]  # no two prompts alike
-    packed = Layout.shared(groups)
-
-    def backward(logprobs_T: torch.Tensor, layout: Layout) -> None:
-        (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()
-
-    def replicated(count: int) -> Callable[[], None]:
-        plain = Layout.plain(groups[:count])
-
-        def run() -> None:
-            model.set_attn_implementation("sdpa")
-            tokens = plain.tokens_S_L
-            logits = model(tokens, use_cache=False, logits_to_keep=torch.arange(prompt - 1, prompt + length - 1)).logits
-            backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), plain)
-
-        return run
-
-    def shared() -> None:
-        share_prompts(model)
-        backward(completion_logprobs(model, packed, 1.0)[0], packed)
-
-    ways = {"replicated": replicated(alone), "shared": shared}
-    if in_pack > alone:
-        ways["replicated, the same groups"] = replicated(in_pack)
-    counts = {"replicated": alone}
-    times, peaks = interleaved(ways, repeats)
-    more_times, more_peaks = interleaved({"shared": shared}, PEAK_TURNS - len(peaks["shared"]), unmeasured=0)
-    seconds_of_pack = times["shared"] + more_times["shared"]
-    peaks_around = peaks["shared"] + more_peaks["shared"]
-    times = {name: [seconds / counts.get(name, in_pack) for seconds in found] for name, found in times.items()}
-    middle = {name: median(values) for name, values in times.items()}
+    shared = shared_pass(model, groups)
     token_ratio = size * (prompt + length) / (prompt + size * length)
-    ratios = {
-        name: median(a / b for a, b in zip(times[name], times["shared"], strict=True))
-        for name in times
-        if name != "shared"
-    }
-    ratio = ratios["replicated"]
+    found: dict[str, Any] = {"prompt": prompt, "group": size, "completion": length, "token_ratio": token_ratio}
+    found |= {"groups_in_pack": counts | {"shared": in_pack}, "seconds": {}, "ratios": {}}
+    turns: list[Turn] = []
+    for name, count in counts.items():
+        others, between = bracketed(replicated_pass(model, groups[:count]), shared, repeats)
+        turns += between
+        found["seconds"][name] = [each.seconds / count for each in others]
+        found["ratios"][name] = [
+            (each.seconds / count) / ((before.seconds + after.seconds) / 2 / in_pack)
+            for each, before, after in zip(others, between, between[1:], strict=False)
+        ]
     useful = flops(model.config, shape, shared=True)
-    possible = flops(model.config, shape, shared=False) / useful / token_ratio
-    shares = [in_pack * useful / seconds / peak for seconds, peak in zip(seconds_of_pack, peaks_around, strict=True)]
-    share = median(shares)
-    of_medians = in_pack * useful / median(seconds_of_pack) / median(peaks_around)
-    print(
-        f"P {prompt:3d}  G {size:2d}  R {length:3d}: replicated {middle['replicated']:.2f} s, "
-        f"shared {middle['shared']:.2f} s: {ratio:.2f} = {100 * ratio / token_ratio:.1f} % of the token ratio "
-        f"{token_ratio:.2f} ({100 * possible:.0f} possible); useful FLOPS {100 * share:.1f} % of the GEMM peak "
-        f"({100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} turns), {100 * of_medians:.1f} % by the "
-        "medians of both",
-        flush=True,
-    )
-    for name in ratios.keys() - {"replicated"}:
-        print(
-            f"  {name}: {middle[name]:.2f} s: {ratios[name]:.2f} = {100 * ratios[name] / token_ratio:.1f} %", flush=True
-        )
-    return {
-        "prompt": prompt,
-        "group": size,
-        "completion": length,
-        "groups_in_pack": in_pack,
-        "seconds": times,
-        "ratios": ratios,
-        "of_token_ratio": {name: each / token_ratio for name, each in ratios.items()},
-        "token_ratio": token_ratio,
-        "possible": possible,
-        "gemm_peak_flops": peaks_around,
+    shares = [in_pack * useful / each.seconds / each.peak for each in turns]
+    found["seconds"]["shared"] = [each.seconds / in_pack for each in turns]
+    found |= {
+        "possible": flops(model.config, shape, shared=False) / useful / token_ratio,
+        "gemm_peak_flops": [each.peak for each in turns],
         "useful_shares_of_peak": shares,
-        "useful_share_of_medians": of_medians,
+        "useful_share_of_medians": in_pack
+        * useful
+        / median(each.seconds for each in turns)
+        / median(each.peak for each in turns),
     }
+    tell_shape(found)
+    return found
+
+
+def replicated_pass(model: Any, groups: list[Any]) -> Callable[[], None]:
+    """The model's own forward, and torch's own backward."""
+    import torch
+
+    from onbeat.batch.layout import Layout
+
+    layout = Layout.plain(groups)
+    tokens, prompt = layout.tokens_S_L, len(groups[0].prompt_ids)
+
+    def run() -> None:
+        model.set_attn_implementation("sdpa")
+        wanted = torch.arange(prompt - 1, tokens.shape[1] - 1)
+        logits = model(tokens, use_cache=False, logits_to_keep=wanted).logits
+        backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), layout)
+
+    return run
+
+
+def shared_pass(model: Any, groups: list[Any]) -> Callable[[], None]:
+    from onbeat.batch.layout import Layout
+    from onbeat.training.forward import completion_logprobs, share_prompts
+
+    layout = Layout.shared(groups)
+
+    def run() -> None:
+        share_prompts(model)
+        backward(completion_logprobs(model, layout, 1.0)[0], layout)
+
+    return run
+
+
+def backward(logprobs_T: Any, layout: Any) -> None:
+    (layout.advantage_T * logprobs_T / layout.length_T).sum().backward()
+
+
+def tell_shape(found: dict[str, Any]) -> None:
+    shares, of_medians = found["useful_shares_of_peak"], found["useful_share_of_medians"]
+    shared_s = median(found["seconds"]["shared"])
+    print("P {prompt:3d}  G {group:2d}  R {completion:3d}:".format(**found), f"shared {shared_s:.2f} s a group")
+    print(
+        f"  useful FLOPS {100 * median(shares):.1f} % of the GEMM peak ({100 * min(shares):.0f} to "
+        f"{100 * max(shares):.0f} in {len(shares)} turns), {100 * of_medians:.1f} % by the medians of both"
+    )
+    for name, ratios in found["ratios"].items():
+        seconds = median(found["seconds"][name])
+        share, low, high = (100 * each / found["token_ratio"] for each in (median(ratios), min(ratios), max(ratios)))
+        of_medians = 100 * seconds / shared_s / found["token_ratio"]
+        print(
+            f"  {name} {seconds:.2f} s: {median(ratios):.2f} = {share:.1f} % of the token ratio "
+            f"{found['token_ratio']:.2f} ({low:.0f} to {high:.0f} in {len(ratios)} turns), {of_medians:.1f} % by the "
+            f"medians of both; {100 * found['possible']:.0f} possible"
+        )
+    print(end="", flush=True)
 
 
 def measure_prefix(model: Any, repeats: int) -> dict[str, Any]:
     """Seconds of a pack whose prompts begin with PREFIX_TOKENS alike, and of one whose prompts do not."""
     from onbeat.batch.layout import Layout
-    from onbeat.training.forward import completion_logprobs, share_prompts
-
-    share_prompts(model)
 
     def way(alike: int) -> Callable[[], None]:
         groups = [random_group(SHAPES[0], model.config.vocab_size, seed, alike) for seed in range(4)]
-        layout = Layout.shared(groups)
-        assert layout.prefix_length >= alike
+        assert Layout.shared(groups).prefix_length >= alike
+        return shared_pass(model, groups)
 
-        def run() -> None:
-            logprobs, _ = completion_logprobs(model, layout, 1.0)
-            (layout.advantage_T * logprobs / layout.length_T).sum().backward()
-
-        return run
-
-    times, _ = interleaved({"different": way(0), "alike": way(PREFIX_TOKENS)}, repeats)
+    times = interleaved({"different": way(0), "alike": way(PREFIX_TOKENS)}, repeats)
     different, alike = (median(values) for values in times.values())
     print(
         f"prefix, 4 groups of P 45 G 8 R 15: {different:.2f} s if prompts differ, {alike:.2f} s if {PREFIX_TOKENS} "
@@ -269,7 +273,7 @@ def measure_elisions(repeats: int) -> dict[str, Any]:
         "reference left out": way("reference left out", old=True, reference=False),
         "both left out": way("both left out", old=False, reference=False),
     }
-    times, _ = interleaved(ways, repeats)
+    times = interleaved(ways, repeats)
     seconds = {name: median(values) for name, values in times.items()}
     same = all(
         torch.equal(one, other)
@@ -281,28 +285,52 @@ def measure_elisions(repeats: int) -> dict[str, Any]:
     return {"seconds": times, "same_bits": same}
 
 
-def interleaved(
-    ways: dict[str, Callable[[], None]], repeats: int, unmeasured: int = 2
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Per way, A B A B …, after some unmeasured turns (memory): seconds of each turn, FLOPS of the machine around it.
+class Turn(NamedTuple):
+    seconds: float
+    peak: float
+    """FLOPS of the machine around it."""
+
+
+def timed(way: Callable[[], None]) -> Turn:
+    before = gemm_flops()
+    start = time.perf_counter()
+    way()
+    seconds = time.perf_counter() - start
+    return Turn(seconds, (before + gemm_flops()) / 2)
+
+
+def bracketed(
+    other: Callable[[], None], shared: Callable[[], None], repeats: int, unmeasured: int = 2
+) -> tuple[list[Turn], list[Turn]]:
+    """Turns of the one, and of the other before, between and after them: the machine's speed changes by half within
+    seconds, so each is compared with its neighbours. At least `repeats`, up to four times as many if they are short.
+    """
+    for _ in range(unmeasured):  # memory
+        shared()
+        other()
+    others, between = [], [timed(shared)]
+    began = time.perf_counter()
+    while len(others) < repeats or (len(others) < 4 * repeats and time.perf_counter() - began < ENOUGH_S):
+        others.append(timed(other))
+        between.append(timed(shared))
+    return others, between
+
+
+def interleaved(ways: dict[str, Callable[[], None]], repeats: int, unmeasured: int = 2) -> dict[str, list[float]]:
+    """Per way, A B A B …, after some unmeasured turns (memory): seconds of each turn.
 
     At least `repeats` turns, and up to three times as many if they are short.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
-    peaks: dict[str, list[float]] = {name: [] for name in ways}
     began = time.perf_counter()
     for turn in range(unmeasured + 3 * repeats):
         if turn >= unmeasured + repeats and time.perf_counter() - began > ENOUGH_S:
             break
         for name, way in ways.items():
-            before = gemm_flops()
-            start = time.perf_counter()
-            way()
-            seconds = time.perf_counter() - start
+            seconds = timed(way).seconds
             if turn >= unmeasured:
                 times[name].append(seconds)
-                peaks[name].append((before + gemm_flops()) / 2)
-    return times, peaks
+    return times
 
 
 def flops(config: Any, shape: tuple[int, int, int], *, shared: bool) -> float:
@@ -335,9 +363,8 @@ def peak_memory(how: str, checkpointing: bool) -> int:
         logprobs = torch.log_softmax(head(torch.cat([hidden, others])) / temperature, dim=-1)
         return logprobs[: len(target)].gather(1, target[:, None])[:, 0], None
 
-    def backward(layout: Layout, *prompt: Any) -> None:
-        logprobs, _ = completion_logprobs(model, layout, 1.0, *prompt)
-        (layout.advantage_T * logprobs / layout.length_T).sum().backward()
+    def run(layout: Layout, *prompt: Any) -> None:
+        backward(completion_logprobs(model, layout, 1.0, *prompt)[0], layout)
 
     if how == "nothing":
         return _largest()
@@ -352,9 +379,9 @@ def peak_memory(how: str, checkpointing: bool) -> int:
     if how == "as by default":
         with split_prompt(model, group.prompt_ids) as prompt:
             for part in split_group(group, TrainerConfig().max_tokens):
-                backward(Layout.completions_only(part), prompt)
+                run(Layout.completions_only(part), prompt)
     else:
-        backward(Layout.shared([group]))
+        run(Layout.shared([group]))
     return _largest()
 
 

@@ -4,16 +4,16 @@ Compares the ways onbeat trains (groups that share their prompt, several in a pa
 in parts, one longer than the model's window, one whose prompt is not copied) with the model's own forward and
 autograd's own backward over every completion: log-probabilities and gradients, on random groups; or the plain form, if
 the model cannot share prompts. Tests whether generation is batch-invariant, and times the shared against the plain
-form.
+form. Takes the memory of the model and two gradients, twice that in float64.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,13 @@ from onbeat.batch.layout import Layout
 from onbeat.batch.pack import split_group
 from onbeat.device import load_model
 from onbeat.errors import InputError
-from onbeat.rollout.engine import probe_invariance
+from onbeat.rollout.probe import probe_invariance
 from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
 from onbeat.training.merged import LONG_PROMPT
 from onbeat.types import TrainGroup
+
+Way = Callable[[Any, list[TrainGroup]], torch.Tensor]
+"""Forward and backward; → log-probabilities."""
 
 LOGPROB_TOLERANCE = 1e-3
 GRADIENT_TOLERANCE = 1e-4
@@ -43,14 +46,32 @@ LONGEST = 2048
 """Tokens of a prompt: no window is tried that is longer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Between one form and the model's own forward and backward."""
+
+    form: str
+    logprobs: float
+    """The largest difference."""
+    gradient: float
+    """Norm of the difference over the norm of the gradient."""
+    worst: str
+    """The parameter with the largest share in it."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.logprobs <= LOGPROB_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE  # NaN does not
+
+    def line(self) -> str:
+        verdict = "" if self.agrees else f"  DISAGREES, most of all in {self.worst}"
+        return f"  {self.form:30} log-probabilities {self.logprobs:.2e}  gradients {self.gradient:.2e}{verdict}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
     why_not_shared: str | None
     """Then it is the plain form that is compared."""
-    logprob_gap: float
-    """Largest difference of a log-probability from the model's own."""
-    gradient_gap: float
-    """Norm of the difference over the norm of the gradient, of the worst group."""
+    gaps: tuple[Gap, ...]
     speedup: float | None
     """By sharing the prompt."""
     row_variance: str | None
@@ -59,15 +80,17 @@ class CheckReport:
 
     @property
     def agrees(self) -> bool:
-        return self.logprob_gap <= LOGPROB_TOLERANCE and self.gradient_gap <= GRADIENT_TOLERANCE
+        return all(gap.agrees for gap in self.gaps)
 
     def lines(self) -> list[str]:
         found = []
         if self.why_not_shared is not None:
             found.append(f"shared prompt      no: {self.why_not_shared}; it is trained plain")
+        logprobs, gradient = (largest(getattr(gap, name) for gap in self.gaps) for name in ("logprobs", "gradient"))
+        found += [gap.line() for gap in self.gaps]
         found += [
-            f"log-probabilities  largest difference {self.logprob_gap:.2e} (limit {LOGPROB_TOLERANCE:.0e})",
-            f"gradients          {self.gradient_gap:.2e} of the norm (limit {GRADIENT_TOLERANCE:.0e})",
+            f"log-probabilities  largest difference {logprobs:.2e} (limit {LOGPROB_TOLERANCE:.0e})",
+            f"gradients          {gradient:.2e} of the norm (limit {GRADIENT_TOLERANCE:.0e})",
         ]
         if self.speedup is not None:
             found.append(f"speed-up           {self.speedup:.2f} by sharing the prompt, on these groups")
@@ -80,25 +103,40 @@ class CheckReport:
         return found
 
 
+def largest(values: Iterable[float]) -> float:
+    """NaN, if one of them is."""
+    return float(torch.tensor(list(values)).max())
+
+
 def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = load_model(directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
-    reason = why_not_shared(model)
-    if reason is None:
-        logprob_gap, gradient_gap, speedup = compare_forms(model, random.Random(0), say)
-    else:
-        logprob_gap, gradient_gap, speedup = *compare_plain(model, random.Random(0)), None
+    own_attention = model.config._attn_implementation
     row_variance = why_not_decoded = None
     try:
         row_variance = probe_invariance(model).rows
     except (InputError, NotImplementedError) as error:
         why_not_decoded = str(error)
+    model.set_attn_implementation(own_attention)
+    reason = why_not_shared(model)
+    if model._can_set_experts_implementation():
+        say(
+            "a mixture of experts is compared in float64, by the plain form of its experts: in float32 rounding "
+            "decides now and then which expert it is"
+        )
+        model.set_experts_implementation("eager")  # the others know no float64
+        model.double()
+    rng, forms = random.Random(0), Forms(model)
+    speedup = None
+    if reason is None:
+        speedup = compare_shared(forms, rng, say)
+    else:
+        compare_plain(forms, rng)
     return CheckReport(
         why_not_shared=reason,
-        logprob_gap=logprob_gap,
-        gradient_gap=gradient_gap,
+        gaps=tuple(forms.gaps),
         speedup=speedup,
         row_variance=row_variance,
         why_not_decoded=why_not_decoded,
@@ -121,10 +159,51 @@ def _tokens(rng: random.Random, vocabulary: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(vocabulary) for _ in range(count))
 
 
-def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) -> tuple[float, float, float]:
-    """(largest log-probability gap, worst gradient gap, plain time over shared time)."""
-    own_attention = model.config._attn_implementation
-    config = model.config.get_text_config()
+class Forms:
+    """Runs some groups in the model's own form, then in others, and keeps how far each is from the model's own."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.gaps: list[Gap] = []
+        self.seconds: list[tuple[float, float]] = []
+        """Own, other."""
+        self._own_attention = model.config._attn_implementation
+
+    def compare(self, groups: list[TrainGroup], others: Mapping[str, Way]) -> None:
+        logprobs, own_s = self.timed(own_logprobs, groups)
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.model.zero_grad(set_to_none=True)
+        for form, way in others.items():
+            found, other_s = self.timed(way, groups)
+            self.gaps.append(self._gap(form, (found - logprobs).abs().max().item(), gradients))
+            self.model.zero_grad(set_to_none=True)
+            self.seconds.append((own_s, other_s))
+
+    def timed(self, way: Way, groups: list[TrainGroup]) -> tuple[torch.Tensor, float]:
+        if way in (shared_logprobs, split_logprobs):
+            share_prompts(self.model)
+        began = time.perf_counter()
+        try:
+            return way(self.model, groups), time.perf_counter() - began
+        finally:
+            self.model.set_attn_implementation(self._own_attention)
+
+    def _gap(self, form: str, logprobs: float, expected: Mapping[str, torch.Tensor | None]) -> Gap:
+        away: dict[str, float] = {}
+        total = 0.0
+        for name, parameter in self.model.named_parameters():
+            own, other = (gradient if gradient is not None else torch.zeros_like(parameter)
+                          for gradient in (expected[name], parameter.grad))  # fmt: skip
+            away[name] = (other - own).norm().item() ** 2
+            total += own.norm().item() ** 2
+        gradient = math.sqrt(sum(away.values()) / total) if total else math.nan
+        worst = max(away, key=lambda name: math.inf if math.isnan(away[name]) else away[name])
+        return Gap(form, logprobs, gradient, worst)
+
+
+def compare_shared(forms: Forms, rng: random.Random, say: Callable[[str], None]) -> float:
+    """Own time over shared time, of the groups alone."""
+    config = forms.model.config.get_text_config()
 
     def group(prompt_length: int, prefix: tuple[int, ...] = ()) -> TrainGroup:
         prompt_ids = prefix + _tokens(rng, config.vocab_size, prompt_length)
@@ -133,78 +212,32 @@ def compare_forms(model: Any, rng: random.Random, say: Callable[[str], None]) ->
     prefix = _tokens(rng, config.vocab_size, PREFIX_TOKENS)
     alone = [[group(rng.randint(30, 90))] for _ in range(NUM_GROUPS)]
     together = [group(rng.randint(10, 30), prefix) for _ in range(NUM_GROUPS)]
+    for way in (own_logprobs, shared_logprobs):  # warm up
+        forms.timed(way, alone[0])
+        forms.model.zero_grad(set_to_none=True)
+    for number, groups in enumerate(alone):
+        forms.compare(groups, {f"group {number}": shared_logprobs})
+    speedup = sum(own for own, _ in forms.seconds) / sum(shared for _, shared in forms.seconds)
+    forms.compare(alone[0], {"group 0 in parts": split_logprobs})
+    forms.compare(together, {"pack with a common prefix": shared_logprobs})
     window = getattr(config, "sliding_window", None)
-    beyond = [group(window + 8)] if window and window + 8 <= LONGEST else []
-    if window and not beyond:
+    if window and window + 8 <= LONGEST:
+        forms.compare([group(window + 8)], {f"longer than the window of {window}": shared_logprobs})
+    elif window:
         say(f"the window of {window} tokens is longer than any group tried here: what it does was not seen")
-
     most = positions(config.to_dict())
-    long = [group(LONG_PROMPT)] if most is None or most >= LONG_PROMPT + MOST_TOKENS else []
-
-    def run_plain(groups: list[TrainGroup]) -> FormRun:
-        model.set_attn_implementation(own_attention)
-        return measured(model, lambda: own_logprobs(model, groups))
-
-    def run_shared(groups: list[TrainGroup]) -> FormRun:
-        share_prompts(model)
-        return measured(model, lambda: shared_logprobs(model, groups))
-
-    def run_in_parts(groups: list[TrainGroup]) -> FormRun:
-        share_prompts(model)
-        return measured(model, lambda: split_logprobs(model, groups[0]))
-
-    run_plain(alone[0])  # warm up
-    run_shared(alone[0])
-    pairs = [(run_plain(groups), run_shared(groups)) for groups in alone]
-    speedup = sum(plain.seconds for plain, _ in pairs) / sum(shared.seconds for _, shared in pairs)
-    pairs += [(run_plain(groups), run_shared(groups)) for groups in (together, beyond) if groups]
-    pairs.append((pairs[0][0], run_in_parts(alone[0])))
-    if long:
-        plain = run_plain(long)
-        pairs += [(plain, run_shared(long)), (plain, run_in_parts(long))]
-    model.set_attn_implementation(own_attention)
-    return *_gaps(pairs), speedup
+    if most is None or most >= LONG_PROMPT + MOST_TOKENS:
+        ways = {"prompt not copied": shared_logprobs, "prompt not copied, in parts": split_logprobs}
+        forms.compare([group(LONG_PROMPT)], ways)
+    return speedup
 
 
-def compare_plain(model: Any, rng: random.Random) -> tuple[float, float]:
-    """(largest log-probability gap, worst gradient gap) of what is trained where prompts cannot be shared."""
-    vocabulary = model.config.get_text_config().vocab_size
-    groups = [random_group(rng, vocabulary, _tokens(rng, vocabulary, rng.randint(10, 60))) for _ in range(NUM_GROUPS)]
-    ways = [functools.partial(way, model, [group]) for group in groups for way in (own_logprobs, plain_logprobs)]
-    runs = [measured(model, way) for way in ways]
-    return _gaps(list(zip(runs[::2], runs[1::2], strict=True)))
-
-
-def _gaps(pairs: list[tuple[FormRun, FormRun]]) -> tuple[float, float]:
-    return (
-        _largest((own.logprobs - other.logprobs).abs().max().item() for own, other in pairs),
-        _largest(((own.gradient - other.gradient).norm() / own.gradient.norm()).item() for own, other in pairs),
-    )
-
-
-def _largest(gaps: Iterable[float]) -> float:
-    """NaN, if one of them is."""
-    return float(torch.tensor(list(gaps)).max())
-
-
-@dataclass(frozen=True, slots=True)
-class FormRun:
-    """Forwards and backwards over some groups."""
-
-    logprobs: torch.Tensor
-    gradient: torch.Tensor
-    seconds: float
-
-
-def measured(model: Any, run: Callable[[], torch.Tensor]) -> FormRun:
-    began = time.perf_counter()
-    logprobs = run()
-    seconds = time.perf_counter() - began
-    gradient = torch.cat(
-        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
-    )
-    model.zero_grad(set_to_none=True)
-    return FormRun(logprobs, gradient, seconds)
+def compare_plain(forms: Forms, rng: random.Random) -> None:
+    """What is trained where prompts cannot be shared."""
+    vocabulary = forms.model.config.get_text_config().vocab_size
+    for number in range(NUM_GROUPS):
+        group = random_group(rng, vocabulary, _tokens(rng, vocabulary, rng.randint(10, 60)))
+        forms.compare([group], {f"group {number}, plain": plain_logprobs})
 
 
 def backward(logprobs: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -223,7 +256,7 @@ def own_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
     for group in groups:
         layout = Layout.plain([group])
         wanted = torch.arange(len(group.prompt_ids) - 1, layout.tokens_S_L.shape[1])
-        logits = model(layout.tokens_S_L, use_cache=False, logits_to_keep=wanted).logits[:, -len(wanted) :].float()
+        logits = model(layout.tokens_S_L, use_cache=False, logits_to_keep=wanted).logits[:, -len(wanted) :]
         logprobs = torch.log_softmax(logits, dim=-1)
         rows = zip(logprobs, group.completion_ids, strict=True)
         mine = torch.cat([row[: len(ids)].gather(1, torch.tensor(ids)[:, None])[:, 0] for row, ids in rows])
@@ -236,7 +269,8 @@ def shared_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
     return backward(completion_logprobs(model, layout, 1.0)[0], layout)
 
 
-def split_logprobs(model: Any, group: TrainGroup) -> torch.Tensor:
+def split_logprobs(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
+    (group,) = groups
     found = []
     with split_prompt(model, group.prompt_ids) as prompt:
         for part in split_group(group, PART_TOKENS):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from onbeat.errors import ConfigError, OnbeatError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from onbeat.config import Config, TrainerConfig
 
 _INTERRUPTED = 130
@@ -294,7 +298,7 @@ def _describe(config: Config) -> str:
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
         f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_trainer_threads(config.trainer, cores)}",
         f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
-        *_concurrency(config),
+        *_concurrency(config, directory),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
         f"cores        {cores}",
     ]
@@ -336,13 +340,25 @@ def _generator_threads(config: Config, cores: int) -> str:
     )
 
 
-def _concurrency(config: Config) -> list[str]:
+def _concurrency(config: Config, model: Path) -> list[str]:
     size, total = config.algorithm.group_size, config.schedule.prompts_per_period
-    groups = max(1, config.generator.max_sequences // size)
+    groups, why = max(1, config.generator.max_sequences // size), "generator.max_sequences"
+    held = _groups_in_cache(config, model)
+    if held is None and config.generator.backend == "embedded":
+        why += f", if its cache of {config.generator.cache_gib:g} GiB holds them"
+    if held == 0:
+        gib = config.generator.cache_gib
+        return [
+            f"at once      NONE of the longest groups there may be, {_longest_group(config)}: they need more than "
+            f"generator.cache_gib = {gib:g}; raise it, or lower data.max_prompt_tokens, sampling.max_new_tokens or "
+            "algorithm.group_size"
+        ]
+    if held is not None and held < groups:
+        groups, why = held, f"generator.cache_gib: so many of {_longest_group(config)} fit"
     at_once = min(total, groups * config.generator.bounds[0])
     notes = [
-        f"at once      {groups} groups of {size} in each generator, if its cache of {config.generator.cache_gib:g} GiB "
-        "holds them (generator.max_sequences): more use the cores better, fewer end earlier, one after another",
+        f"at once      {groups} groups of {size} in each generator ({why}): more use the cores better, fewer end "
+        "earlier, one after another",
         f"in turns     the {total} groups of a period take about {-(-total // at_once)} turns",
     ]
     if config.schedule.mode == "periodic" and at_once == total:
@@ -351,6 +367,27 @@ def _concurrency(config: Config) -> list[str]:
             "schedule.prompts_per_period or a smaller generator.max_sequences would let training begin earlier"
         )
     return notes
+
+
+def _longest_group(config: Config) -> str:
+    tokens = f"{config.data.max_prompt_tokens} tokens and {config.algorithm.group_size} x "
+    return f"{tokens}{config.sampling.max_new_tokens} more"
+
+
+def _groups_in_cache(config: Config, model: Path) -> int | None:
+    """Of the longest there may be, in a generator; None if that cannot be told yet."""
+    from onbeat.admission import bytes_per_token, cache_tokens
+
+    described = model / "config.json"
+    if config.generator.backend != "embedded" or not described.is_file():
+        return None
+    per_token = None
+    with suppress(ValueError, AttributeError):  # no description of a model: whoever loads it will say so
+        per_token = bytes_per_token(json.loads(described.read_text()), bytes_per_number=4)
+    if per_token is None:
+        return None
+    group = cache_tokens(config.data.max_prompt_tokens, config.algorithm.group_size, config.sampling.max_new_tokens)
+    return int(config.generator.cache_gib * 2**30 / per_token) // group
 
 
 def _eval(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:

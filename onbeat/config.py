@@ -200,13 +200,13 @@ class TrainerConfig(_Section):
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: a quarter of the memory, a third more time."""
-    pack_tokens: _Positive = 768
-    """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores no
+    pack_tokens: _Positive = 1024
+    """Small groups are packed into one forward/backward until it holds this many tokens: more fills the cores little
     better and makes the trainer wait."""
     max_tokens: _Positive = 1536
-    """A group with more tokens than this, its prompt counted once, is split: bounds the memory of a pass. A model that
-    cannot share prompts is given its completions in batches of so many, prompts included, unless its weights are
-    sharded."""
+    """A group with more tokens than this, its prompt counted once, is split, into parts that take no more with the
+    prompt (after a long one, half of it beside the prompt): bounds the memory of a pass. A model that cannot share
+    prompts is given its completions in batches of so many, prompts included, unless its weights are sharded."""
     resources: Resources = {"CPU": 1.0}
     """With the launcher ray: what each rank is given of its host."""
 

@@ -35,6 +35,10 @@ class InputError(OnbeatError):
     exit_code = 3
 
 
+class UndecodableError(InputError):
+    """A model that an embedded generator does not compute; if it is the first one, no other would."""
+
+
 class CheckpointError(OnbeatError):
     """A checkpoint that cannot be written or read, or does not fit the recipe."""
 

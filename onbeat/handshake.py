@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from onbeat.errors import WorkerError
+from onbeat.errors import UndecodableError, WorkerError
 from onbeat.messages import Failed
 from onbeat.protocols import Child
 
@@ -14,11 +14,14 @@ R = TypeVar("R", bound=Struct)
 
 
 async def first_word(child: Child[Any], ready: type[R]) -> R:
-    """Wait for the worker to be ready. Raises WorkerError with its reason, or with the end of its log."""
+    """Wait for the worker to be ready. Raises WorkerError with its reason, or with the end of its log;
+    UndecodableError if it is the model."""
     async for message in child.connection.messages():
         match message:
             case ready():
                 return message
+            case Failed(reason=reason, undecodable=True):
+                raise UndecodableError(reason)
             case Failed(reason=reason):
                 raise WorkerError(f"{child.name} cannot start: {reason}")
             case _:

@@ -64,7 +64,7 @@ class LoaderSettings:
     elide_at_start: bool = False
     """The same before the first update, where the policy is the reference: true when the KL has no gradient there."""
     updates_per_period: int = 1
-    pack_tokens: int = 768
+    pack_tokens: int = 1024
     num_ranks: int = 1
     """That compute micro-batches of their own."""
     rounds: bool = False

@@ -69,6 +69,8 @@ class Failed(Struct, frozen=True, tag=True):
     reason: str
     diverged: bool = False
     """It is not the worker: the weights compute nothing any more, and would not for another one."""
+    undecodable: bool = False
+    """It is the model: an embedded generator does not compute such a one."""
 
 
 class GeneratorReady(Struct, frozen=True, tag=True):
@@ -113,7 +115,7 @@ class Activate(Struct, frozen=True, tag=True):
 class Activated(Struct, frozen=True, tag=True):
     version: int
     row_variance: str | None
-    """None if the model's rows do not depend on the batch; else what was seen (engine.probe_invariance)."""
+    """None if the model's rows do not depend on the batch; else what was seen (rollout/probe.py)."""
 
 
 class Submit(Struct, frozen=True, tag=True):
@@ -149,9 +151,8 @@ class FirstToken(Struct, frozen=True, tag=True):
     """The generator has sampled from a version for the first time."""
 
     version: int
-    activated_s: float
-    """On the machine's monotonic clock, for the trace."""
-    sampled_s: float
+    after_s: float
+    """Since it was activated."""
 
 
 class Progress(Struct, frozen=True, tag=True):

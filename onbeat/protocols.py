@@ -43,7 +43,7 @@ class GeneratorEvents(Protocol):
     """Where a generator handle reports to (the pool). Called on the controller's loop; must not block."""
 
     def completed(self, worker: str, completion: Completion) -> None: ...
-    def first_token(self, worker: str, version: int, activated_s: float, sampled_s: float) -> None: ...
+    def first_token(self, worker: str, version: int, after_s: float) -> None: ...
     def progress(self, worker: str, num_tokens: int) -> None:
         """It lives, and has sampled so many tokens since it started."""
         ...
@@ -63,6 +63,11 @@ class Generator(Protocol):
     @property
     def capacity(self) -> int:
         """How many sequences it decodes at once."""
+        ...
+
+    @property
+    def cache_tokens(self) -> int:
+        """How many tokens its groups may take, as `admission.cache_tokens` counts."""
         ...
 
     def why_never(self, request: GroupRequest) -> str | None:

@@ -22,6 +22,8 @@ from pydantic import BaseModel, ValidationError
 from onbeat.config import Config, PathMark
 from onbeat.errors import ConfigError
 
+_TRUNCATIONS = {"sampling.top_p", "sampling.top_k", "sampling.min_p"}
+"""People know these from elsewhere."""
 _FILE_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet", ".gguf", ".py"}
 
 
@@ -130,6 +132,8 @@ def suggestion(key: str) -> str:
     """The closest right key, as the end of a sentence."""
     sections = {known.rpartition(".")[0] for known in _KEYS} - {""}
     last = key.rpartition(".")[2]
+    if key in _TRUNCATIONS:
+        return ", for what is trained is what is sampled from: the whole distribution, at sampling.temperature"
     by_last_name = [known for known in _KEYS if known.rpartition(".")[2] == last]
     close = difflib.get_close_matches(key, {*_KEYS, *sections} - {key}, n=1, cutoff=0.6) or by_last_name[:1]
     return f": did you mean {close[0]!r}?" if close else "; `onbeat config` lists them all"

@@ -93,7 +93,8 @@ class Saver:
             self._begin_saving(*self._boundary)
 
     async def save_now(self) -> Path:
-        """The boundary that has just been passed, due or not; raises CheckpointError if it cannot be had."""
+        """The boundary that has just been passed, due or not. CheckpointError if it cannot be had, WorkerError if the
+        trainer is gone."""
         assert self._boundary is not None, "before the first boundary"
         version = self._boundary[0]
         await self.finish()

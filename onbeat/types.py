@@ -61,6 +61,10 @@ class GroupRequest(Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]
     sampling: Sampling
 
+    @property
+    def key(self) -> GroupKey:
+        return self.stream, self.period, self.slot
+
 
 class Completion(Struct, frozen=True, kw_only=True):
     """One sampled answer. (stream, period, slot, sample) repeats the request; `version` is the generator's word."""
@@ -76,6 +80,10 @@ class Completion(Struct, frozen=True, kw_only=True):
     sampler_logprobs: tuple[float, ...]
     """One per token, of the distribution sampled from (temperature applied)."""
     finish_reason: FinishReason
+
+    @property
+    def key(self) -> GroupKey:
+        return self.stream, self.period, self.slot
 
 
 class Rollout(Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import contender
+from peak import gemm_flops
 
 from onbeat.environment import importing, prepare_this_process
 
@@ -20,9 +21,12 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     with importing():
         import torch
 
+        from onbeat import admission
         from onbeat.device import load_model, prepare_process
         from onbeat.rollout import cache, invariant
-        from onbeat.rollout.engine import Engine, _key, _Sequence, probe_invariance
+        from onbeat.rollout import engine as engines
+        from onbeat.rollout.engine import Engine, _key, _Sequence
+        from onbeat.rollout.probe import probe_invariance
         from onbeat.types import GroupRequest, Sampling
 
     prepare_process(settings["threads"])
@@ -30,7 +34,8 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     if settings.get("invariant", True):
         probe_invariance(model)  # as a generator does with its first weights
     else:
-        cache.MIN_ROWS, cache._SHARED, invariant.NARROW = 1, 0, 0
+        admission.MIN_ROWS = cache.MIN_ROWS = engines.MIN_ROWS = 1
+        cache._SHARED = invariant.NARROW = 0
         invariant._ACTIVATIONS.clear()
 
     class FixedLengths(Engine):
@@ -61,14 +66,15 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
             for slot, prompt in enumerate(job["prompts"])
         ]  # fmt: skip
         engine.lengths = {_key(r, sample): lengths[r.slot][sample] for r in requests for sample in r.samples}
-        before = engine.num_tokens
+        before, peak = engine.num_tokens, gemm_flops()
         began_s = time.perf_counter()
         for request in requests:
             engine.add(request)
         while not engine.idle:
             engine.step()
         seconds = time.perf_counter() - began_s
-        return {"seconds": seconds, "tokens": engine.num_tokens - before}
+        peak = (peak + gemm_flops()) / 2
+        return {"seconds": seconds, "tokens": engine.num_tokens - before, "gemm_flops": peak}
 
     return run
 

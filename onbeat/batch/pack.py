@@ -50,15 +50,17 @@ def num_parts(microbatch: MicroBatch, max_tokens: int) -> int:
 
 
 def split_group(group: TrainGroup, max_tokens: int) -> list[TrainGroup]:
-    """The group's completions in parts of at most `max_tokens` tokens (a longer completion goes alone): as few as there
-    can be in their order, the largest of them as small as it can be then.
+    """The group's completions in parts that take, with the prompt, at most `max_tokens` tokens; without it half as
+    many, if it is longer than that. As few as there can be in their order, the largest of them as small as it can be
+    then. A longer completion goes alone.
 
     Longest first, so that equal lengths stay together; a function of the group alone (R1).
     """
     order = _longest_first(group)
     lengths = [len(group.completion_ids[index]) for index in order]
-    fewest = len(_filled(lengths, max_tokens))
-    smallest = bisect_left(range(max_tokens), -fewest, key=lambda limit: -len(_filled(lengths, limit)))
+    room = max(max_tokens - len(group.prompt_ids), max_tokens // 2)
+    fewest = len(_filled(lengths, room))
+    smallest = bisect_left(range(room), -fewest, key=lambda limit: -len(_filled(lengths, limit)))
     parts, begin = [], 0
     for count in _filled(lengths, smallest):
         parts.append(_part(group, order[begin : begin + count]))

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from onbeat.admission import MIN_ROWS
-from onbeat.attention import causal_mask, refuse_unsupported
+from onbeat.attention import attend, causal_mask, refuse_unsupported
 
 CHUNK_TOKENS = 128
 _SHARED = 1024
@@ -139,10 +139,7 @@ class Chunk:
             if name not in masks:
                 masks[name] = causal_mask(*name)
             mask = masks[name]
-        out = F.scaled_dot_product_attention(
-            q_HTD[None], keys[None, :, seen], values[None, :, seen], attn_mask=mask, is_causal=causal, scale=1.0,
-            enable_gqa=True,
-        )  # fmt: skip
+        out = attend(q_HTD[None], keys[None, :, seen], values[None, :, seen], mask, scale=1.0)
         out_THD.copy_(out[0].transpose(0, 1))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from onbeat.errors import NumbersError, UnverifiedWeightsError, WorkerError
+from onbeat.errors import NumbersError, UndecodableError, UnverifiedWeightsError, WorkerError
 from onbeat.handshake import first_word
 from onbeat.messages import (
     Activate,
@@ -95,6 +95,10 @@ class GeneratorProcess:
     @property
     def capacity(self) -> int:
         return self._room.max_sequences
+
+    @property
+    def cache_tokens(self) -> int:
+        return self._room.cache_tokens
 
     def why_never(self, request: GroupRequest) -> str | None:
         return self._room.why_never(request)
@@ -210,8 +214,8 @@ class GeneratorProcess:
                 match message:
                     case Completed(completion=completion):
                         events.completed(self.name, completion)
-                    case FirstToken(version=version, activated_s=activated_s, sampled_s=sampled_s):
-                        events.first_token(self.name, version, activated_s, sampled_s)
+                    case FirstToken(version=version, after_s=after_s):
+                        events.first_token(self.name, version, after_s)
                     case Progress(num_tokens=num_tokens):
                         events.progress(self.name, num_tokens)
                     case Leaving():
@@ -224,6 +228,8 @@ class GeneratorProcess:
                             "trainer.max_grad_norm, from the model before, or from good weights of this run "
                             "(`onbeat export`)"
                         )
+                    case Failed(reason=reason, undecodable=True):
+                        raise UndecodableError(reason)
                     case Failed(reason=reason):
                         raise WorkerError(f"{self.name}: {reason}")
                     case GeneratorReady():

@@ -6,7 +6,8 @@
     every TICK_S ──▶ pool.tick: who is silent for too long is lost, stragglers get help
 
 Who waits for whom: nobody waits for the crew but a period without any generator (Pool.until_served). A generator on its
-way is a task of its own; when it fails that is one more death. Deaths count in a row: a completion in between, by
+way is a task of its own; when it fails that is one more death. (If the first ones cannot decode the model, nobody can,
+and the run ends at once: UndecodableError.) Deaths count in a row: a completion in between, by
 anybody, forgets them. After too many the crew gives up: if a generator is left the run goes on with it,
 else whoever waits gets NoGeneratorsError, and the last checkpoint is whole.
 
@@ -20,7 +21,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from onbeat.errors import NoGeneratorsError, WorkerError
+from onbeat.errors import NoGeneratorsError, UndecodableError, WorkerError
 from onbeat.protocols import Generator
 from onbeat.rollout.pool import Pool
 
@@ -153,7 +154,7 @@ class Crew:
             await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2 ** (self._futile - 2)))
         try:
             generator = await self._start(name)
-        except WorkerError as error:
+        except (WorkerError, UndecodableError) as error:
             self._num_starting -= 1
             self._warn(str(error))
             self._died(error, served=False)
@@ -167,10 +168,10 @@ class Crew:
         """It may serve nothing before it has loaded and verified what is current."""
         self._num_joining += 1
         self._pool.add(generator)
-        problem: WorkerError | None = None
+        problem: WorkerError | UndecodableError | None = None
         try:
             await self._bring(generator)
-        except WorkerError as error:
+        except (WorkerError, UndecodableError) as error:
             problem = error
         else:
             self._say(f"{generator.name} has joined; there are {self._pool.size()} generators")

@@ -14,23 +14,20 @@ or when it was admitted (see cache.py for how).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from msgspec import structs
 
 from onbeat.admission import MIN_ROWS, Room, cache_tokens, needs, positions
-from onbeat.attention import why_window_unknown
-from onbeat.errors import InputError
+from onbeat.attention import heard_by_attention, why_not_attended
+from onbeat.errors import InputError, UndecodableError
 from onbeat.keyed import sequence_key, uniform
-from onbeat.lora import some_addition, with_values
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
-from onbeat.rollout.invariant import StandIn, stand_ins, standing_in
+from onbeat.rollout.invariant import StandIn, stand_ins, standing_in, unchanging
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
-from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest, Sampling
+from onbeat.types import Completion, FinishReason, GroupKey, GroupRequest
 
 PREFILL_TOKENS = 128
 """Of prompts in one step, beside the samples being decoded."""
@@ -120,7 +117,23 @@ def why_not_decodable(model: Any) -> str | None:
         return f"{name} has layers of a kind the embedded generator does not decode ({', '.join(sorted(layers))})"
     if not getattr(model, "_supports_attention_backend", False) or not hasattr(config, "num_attention_heads"):
         return f"{name} does not let its attention be replaced, which the embedded generator needs"
-    return why_window_unknown(model)
+    heard = heard_by_attention(model)
+    if (reason := why_not_attended(model, heard)) is not None:
+        return reason
+    assert not isinstance(heard, str)
+    dim = CacheShape.of(model).dim
+    if heard.dims != {(dim, dim)}:
+        found = ", ".join(f"{keys} and {values}" for keys, values in sorted(heard.dims))
+        return (
+            f"{name} has keys and values of {found} numbers a head, and its configuration says {dim}: the embedded "
+            "generator's cache has no place for them"
+        )
+    return None
+
+
+def refuse_undecodable(model: Any) -> None:
+    if (reason := why_not_decodable(model)) is not None:
+        raise UndecodableError(reason)
 
 
 class Engine:
@@ -132,9 +145,9 @@ class Engine:
         decode: Decode = no_text,
         stand_ins: list[StandIn] | None = None,
     ) -> None:
-        """`stand_ins` are those of the model's weights, if there are any already."""
-        if (reason := why_not_decodable(model)) is not None:
-            raise InputError(reason)
+        """`stand_ins` are those of the model's weights, if there are any already: then it is known to be decodable."""
+        if stand_ins is None:
+            refuse_undecodable(model)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval()
         self._decode = decode
@@ -149,8 +162,9 @@ class Engine:
         self._groups: list[_Group] = []
         """Admitted, in that order."""
         self._version = -1
-        self._stand_ins = stand_ins
-        """With the weights of the current version; None until they are needed."""
+        self._stand_ins = stand_ins or []
+        self._packed = stand_ins is not None
+        """Whether they are all there, with the weights of the current version: they are made when they are needed."""
         self.num_tokens = 0
         """Sampled since the engine was made."""
 
@@ -162,7 +176,13 @@ class Engine:
     @version.setter
     def version(self, version: int) -> None:
         self._version = version
-        self._stand_ins = None
+        self._stand_ins, self._packed = unchanging(self._stand_ins), False  # first the memory is given back
+
+    def stand_ins(self) -> list[StandIn]:
+        """For the current version."""
+        if not self._packed:
+            self._stand_ins, self._packed = stand_ins(self._model, self._stand_ins), True
+        return self._stand_ins
 
     @property
     def idle(self) -> bool:
@@ -176,8 +196,8 @@ class Engine:
     @torch.inference_mode()
     def cancel(self, key: GroupKey) -> None:
         """Forget what is left of a group; no completion of it will come."""
-        self._queue = deque(waiting for waiting in self._queue if _name(waiting) != key)
-        self._groups = [group for group in self._groups if _name(group.request) != key]
+        self._queue = deque(waiting for waiting in self._queue if waiting.key != key)
+        self._groups = [group for group in self._groups if group.request.key != key]
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -241,9 +261,7 @@ class Engine:
         token_ids += [0] * (MIN_ROWS - len(token_ids))
         positions += [0] * (MIN_ROWS - len(positions))
         wanted += [0] * (MIN_ROWS - len(wanted))
-        if self._stand_ins is None:
-            self._stand_ins = stand_ins(self._model)
-        with standing_in(self._stand_ins):
+        with standing_in(self.stand_ins()):
             output = self._model(
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.tensor([positions]),
@@ -269,95 +287,6 @@ class Engine:
         self.num_tokens += len(takers)
 
 
-def _name(request: GroupRequest) -> GroupKey:
-    return request.stream, request.period, request.slot
-
-
 def _key(request: GroupRequest, sample: int) -> int:
     seed = request.sampling.seed
     return sequence_key(seed=seed, stream=request.stream, version=request.period, slot=request.slot, sample=sample)
-
-
-MAX_GAP = 1e-3
-"""Between the engine's log-probabilities and the model's own, in float32; rounding makes some 1e-5."""
-
-
-@torch.inference_mode()
-def _gap_to_own_forward(model: Any, request: GroupRequest, completion: Completion) -> float:
-    model.set_attn_implementation("sdpa")
-    try:
-        logits = model(torch.tensor([request.token_ids + completion.token_ids]), use_cache=False).logits[0].float()
-    finally:
-        model.set_attn_implementation(ATTENTION)
-    predictions = torch.log_softmax(logits[len(request.token_ids) - 1 : -1], dim=-1)
-    own = predictions.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-    return (own - torch.tensor(completion.sampler_logprobs)).abs().max().item()
-
-
-class Invariance(NamedTuple):
-    """What a sequence's bits do not depend on, for this model on this machine; else, what was seen."""
-
-    rows: str | None
-    """None: not on what shares its batch."""
-    threads: str | None
-    """None: not on the number of threads, of those that were tried."""
-
-
-def probe_invariance(model: Any, other_threads: Sequence[int] = ()) -> Invariance:
-    """Decode two of a group by themselves, also with other numbers of threads, and in a batch; compare every bit.
-
-    Run once per generator, with the first weights it loads; an adapter, which adds nothing at first, adds something for
-    as long. Raises InputError if the log-probabilities are not those of the model's own forward: then the engine does
-    not know something that the architecture does.
-    """
-    with with_values(model, some_addition(model)):
-        return _probe(model, other_threads)
-
-
-def _probe(model: Any, other_threads: Sequence[int]) -> Invariance:
-    threads = torch.get_num_threads()
-    vocabulary = model.config.get_text_config().vocab_size
-    sampling = Sampling(temperature=1.0, max_new_tokens=3, stop_token_ids=(), seed=0)
-    most = positions(model.config.get_text_config().to_dict()) or CHUNK_TOKENS + 15
-    lengths = [length for length in (1, 3, 12, 40, CHUNK_TOKENS + 12) if length + sampling.max_new_tokens <= most]
-    prompts = [tuple(1 + (7 * i + 13 * n) % (vocabulary - 1) for i in range(n)) for n in lengths]
-    requests = [
-        GroupRequest(stream="eval", period=0, slot=slot, samples=tuple(range(7)), token_ids=prompt, sampling=sampling)
-        for slot, prompt in enumerate(prompts)
-    ]
-
-    others = stand_ins(model)
-
-    def run(batch: list[GroupRequest]) -> dict[tuple[int, int], Completion]:
-        engine = Engine(model, max_sequences=7 * len(batch), stand_ins=others)
-        for request in batch:
-            engine.add(request)
-        found = {}
-        while not engine.idle:
-            found.update({(completion.slot, completion.sample): completion for completion in engine.step()})
-        return found
-
-    together = run(requests[::-1])
-    gap = max(_gap_to_own_forward(model, request, together[request.slot, 0]) for request in requests)
-    if gap > MAX_GAP:
-        raise InputError(
-            f"the embedded generator does not compute {type(model).__name__}: its log-probabilities differ by "
-            f"{gap:.2g} from those of the model's own forward"
-        )
-
-    def differs(num_threads: int) -> str | None:
-        torch.set_num_threads(num_threads)
-        try:
-            for request in requests:
-                for name, completion in run([structs.replace(request, samples=(2, 5))]).items():
-                    if completion != together[name]:
-                        return f"a sequence after {len(request.token_ids)} prompt tokens comes out differently"
-            return None
-        finally:
-            torch.set_num_threads(threads)
-
-    by_threads = next((f"{found} with {n} threads" for n in other_threads if (found := differs(n))), None)
-    if other_threads and by_threads is None:
-        return Invariance(None, None)
-    by_rows = differs(threads)
-    return Invariance(by_rows and f"{by_rows} in a batch", by_threads)

@@ -10,7 +10,8 @@ row alone (R1), for any number of rows and threads. The model is not changed.
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
 
-Packed weights are a second copy: of SmolLM2-135M two thirds of the model, made anew in every generator and version.
+Packed weights are a second copy: of SmolLM2-135M two thirds of the model, made anew for every version in the memory of
+the last one; under LoRA once, and the adapter's anew.
 Only in float32 on a CPU, where these were found (tests/equivalence/test_batch_invariance.py).
 """
 
@@ -71,17 +72,25 @@ class StandIn:
     compute: Callable[[torch.Tensor], torch.Tensor]
 
 
-def stand_ins(model: Any) -> list[StandIn]:
-    """For the model's weights as they are now."""
+def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
+    """For the model's weights as they are now; those of `kept` are good still."""
     if model.dtype != torch.float32 or model.device.type != "cpu" or not _have_onednn():
         return []
     found = []
+    before = {other.layer: other for other in kept}
     for layer in model.modules():
-        if type(layer) is torch.nn.Linear and (layer.out_features <= NARROW or _is_wide(layer)):
+        if layer in before:
+            found.append(before[layer])
+        elif type(layer) is torch.nn.Linear and (layer.out_features <= NARROW or _is_wide(layer)):
             found.append(StandIn(layer, Packed(layer)))
         elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
             found.append(StandIn(layer, activation))
     return found
+
+
+def unchanging(others: Sequence[StandIn]) -> list[StandIn]:
+    """Those of layers that are not trained."""
+    return [other for other in others if not any(p.requires_grad for p in other.layer.parameters())]
 
 
 def _is_wide(layer: torch.nn.Linear) -> bool:

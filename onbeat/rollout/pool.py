@@ -8,11 +8,13 @@
 
 All of it is plain state on one asyncio loop: no task and no lock of its own. Every event (submit, completed, lost,
 a generator serving a new version) ends in `_dispatch`, which hands out what now fits. What an event costs does not grow
-with the number of generators: who has room is kept by rows free (members.py), who works at a group with the group.
+with the number of generators: who has room is kept by rows free (members.py), who works at a group with the group. (It
+does where long completions fill caches before rows: who has rows left is asked for cache.)
 
 Who waits for whom: a harvest's reader waits for groups; nobody else waits. What bounds the queues: `waiting` by the
-prompts of the open periods; a generator's inbox by its rows and one group: a group is sent when the rows it needs are
-free, or, while there is plenty for everybody, one ahead of that, so that rows are not empty for the time of a message.
+prompts of the open periods; a generator's inbox by its rows, its cache and one group: a group is sent when the rows and
+the cache it may need are free, or, while there is plenty for everybody, one ahead of that, so that rows are not empty
+for the time of a message.
 Strictly the lowest slot first: if it fits nowhere, nothing overtakes it.
 
 When a generator dies, samples it has not delivered are sent again, from their first token, to another; samples it
@@ -43,6 +45,7 @@ from onbeat.errors import (
     NoGeneratorsError,
     NumbersError,
     StaleRolloutError,
+    UndecodableError,
     UnverifiedWeightsError,
     WorkerError,
 )
@@ -165,13 +168,18 @@ class Pool:
             for name, member in self._members.items()
         ]
 
+    @property
+    def has_served(self) -> bool:
+        """Whether some generator has ever been able to."""
+        return self.counts.accepted > 0 or any(member.serves is not None for member in self._members.values())
+
     def size(self) -> int:
         """How many there are, without those that leave."""
         return sum(not member.leaves for member in self._members.values())
 
     def add(self, generator: Generator) -> None:
         """A generator joins. It gets no work before `serves` says what it may serve."""
-        self._members[generator.name] = Member(generator, free=generator.capacity)
+        self._members[generator.name] = Member.of(generator)
         generator.attach(self)
         self._share_cores()
 
@@ -248,7 +256,7 @@ class Pool:
         for key in member.outstanding:
             if job := self._jobs.get(key):
                 job.holders.pop(worker, None)
-        if isinstance(error, NumbersError):
+        if isinstance(error, NumbersError) or (isinstance(error, UndecodableError) and not self.has_served):
             self.fail(error)
             return
         self.counts.lost_workers += 1
@@ -310,7 +318,7 @@ class Pool:
         self._dispatch()
 
     def _cancel(self, member: Member, key: GroupKey) -> None:
-        member.free += len(member.outstanding.pop(key))
+        member.forgive(key)
         del member.began_s[key]
         self._openings.update(member)
         member.generator.cancel(key)
@@ -320,7 +328,7 @@ class Pool:
         """Want a group. It is refused if no generator could ever serve it."""
         if (reason := self.why_never(request)) is not None:
             raise InputError(reason)
-        self._jobs[_key(request)] = _Job(request, asyncio.get_running_loop().time())
+        self._jobs[request.key] = _Job(request, asyncio.get_running_loop().time())
         self._queue(request)
         self._dispatch()
 
@@ -337,14 +345,15 @@ class Pool:
         """The pool's edge: each sample passes once, for an open period, in the right version."""
         self._heard(worker)
         if member := self._members.get(worker):
-            self._settle(member, _key(completion), completion.sample)
+            self._settle(member, completion.key, completion.sample)
         self._accept(worker, completion)
         self._dispatch()
 
-    def first_token(self, worker: str, version: int, activated_s: float, sampled_s: float) -> None:
+    def first_token(self, worker: str, version: int, after_s: float) -> None:
         """How long after loading a version the generator had its first token."""
         self._heard(worker)
-        self._trace("first token", f"{worker} version {version}", activated_s, sampled_s)
+        now_s = asyncio.get_running_loop().time()
+        self._trace("first token", f"{worker} version {version}", now_s - after_s, now_s)
 
     def progress(self, worker: str, num_tokens: int) -> None:
         self._heard(worker)
@@ -352,7 +361,7 @@ class Pool:
             member.num_tokens = num_tokens
 
     def _accept(self, worker: str, completion: Completion) -> None:
-        key = _key(completion)
+        key = completion.key
         harvest = self._harvests.get(key[:2])
         job = self._jobs.get(key)
         if harvest is None:
@@ -379,14 +388,9 @@ class Pool:
 
     def _settle(self, member: Member, key: GroupKey, sample: int) -> None:
         """The generator has a row free again."""
-        samples = member.outstanding.get(key, set())
-        if sample not in samples:
+        if not member.delivered(key, sample):
             return
-        samples.remove(sample)
-        member.free += 1
-        member.num_completed += 1
-        if not samples:
-            del member.outstanding[key]
+        if key not in member.outstanding:
             if job := self._jobs.get(key):
                 job.holders.pop(member.name, None)
             stream, period, slot = key
@@ -403,11 +407,13 @@ class Pool:
     def _dispatch(self) -> None:
         while self._waiting:
             request = self._waiting[0][-1]
-            if _key(request) not in self._jobs:  # its period closed, or somebody thought dead answered after all
+            if request.key not in self._jobs:  # its period closed, or somebody thought dead answered after all
                 heapq.heappop(self._waiting)
                 continue
             plenty = len(self._waiting) >= len(self._members)
-            candidate = next(self._openings.for_request(request, ahead=plenty), None)
+            candidate = next(self._openings.for_request(request), None)
+            if candidate is None and plenty:
+                candidate = next(self._openings.ahead(request), None)
             if candidate is None:
                 return
             heapq.heappop(self._waiting)
@@ -421,13 +427,8 @@ class Pool:
                     self._send(msgspec.structs.replace(request, samples=request.samples[part::num_parts]), member)
 
     def _send(self, request: GroupRequest, member: Member) -> None:
-        if not member.outstanding:
-            member.silent_s = 0.0
-        key = _key(request)
-        self._jobs[key].holders[member.name] = member
-        member.outstanding.setdefault(key, set()).update(request.samples)
-        member.free -= len(request.samples)
-        member.began_s.setdefault(key, asyncio.get_running_loop().time())
+        self._jobs[request.key].holders[member.name] = member
+        member.owes(request, asyncio.get_running_loop().time())
         self._openings.update(member)
         member.generator.submit(request)
 
@@ -446,7 +447,3 @@ class Pool:
             if (idle := next(self._openings.idle(request), None)) is not None:
                 self.counts.hedged += len(request.samples)
                 self._send(request, idle)
-
-
-def _key(message: GroupRequest | Completion) -> GroupKey:
-    return message.stream, message.period, message.slot

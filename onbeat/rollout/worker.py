@@ -23,7 +23,7 @@ from onbeat.arithmetic import fingerprint
 from onbeat.config import Config
 from onbeat.cores import Threads, generator_threads
 from onbeat.device import load_model, prepare_process
-from onbeat.errors import InputError, NumbersError
+from onbeat.errors import InputError, NumbersError, UndecodableError
 from onbeat.functions import raised
 from onbeat.lora import add_adapter, trained_parameters
 from onbeat.messages import (
@@ -47,7 +47,8 @@ from onbeat.messages import (
 )
 from onbeat.pieces import WHOLE, Share
 from onbeat.rollout.arriving import DELIVERED, Arriving, delivered
-from onbeat.rollout.engine import Engine, probe_invariance
+from onbeat.rollout.engine import Engine
+from onbeat.rollout.probe import probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Blocks, Mapped
 from onbeat.wire import Channel
@@ -123,7 +124,7 @@ class GeneratorWorker:
         """That there is a first token; now and then, how many there are."""
         now_s = self._clock()
         if self._activated_s is not None and self._engine.num_tokens > self._tokens_before:
-            self._channel.send(FirstToken(self._engine.version, self._activated_s, now_s))
+            self._channel.send(FirstToken(self._engine.version, now_s - self._activated_s))
             self._activated_s = None
         if now_s - self._told_s >= PROGRESS_S or self._engine.idle:
             self._channel.send(Progress(self._engine.num_tokens))
@@ -180,7 +181,7 @@ class GeneratorWorker:
             alone = self._threads(1).alone
             torch.set_num_threads(alone)
             others = {count for shared in range(1, alone + 1) for count in self._threads(shared)} - {alone}
-            invariance = probe_invariance(self._model, sorted(others))
+            invariance = probe_invariance(self._model, sorted(others), self._engine.stand_ins())
             self._row_variance = invariance.rows
             self._may_change_threads = invariance.threads is None
             self._share_cores()
@@ -233,5 +234,6 @@ def main(
         raise
     except Exception as error:
         with suppress(OSError):  # the run may be gone
-            channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
+            reason = str(error) if isinstance(error, InputError) else raised(error)
+            channel.send(Failed(reason, undecodable=isinstance(error, UndecodableError)))
         raise

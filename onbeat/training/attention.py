@@ -23,10 +23,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from onbeat.attention import causal_mask, refuse_unsupported
+from onbeat.attention import attend, causal_mask, refuse_unsupported
 from onbeat.batch.layout import Segment
 from onbeat.training.merged import merged_attention, merges
 
@@ -93,7 +92,7 @@ class SharedPrompt:
         before = key.shape[2] - length
         seen = before if window is None else min(before, window - 1)
         mask = self._mask(seen, length, window) if seen or (window is not None and length > window) else None
-        return _sdpa(query, key[:, :, before - seen :], value[:, :, before - seen :], mask, scale).transpose(1, 2)
+        return attend(query, key[:, :, before - seen :], value[:, :, before - seen :], mask, scale).transpose(1, 2)
 
     def _completions(
         self,
@@ -113,7 +112,7 @@ class SharedPrompt:
         for block, rows in segment.by_block(query, *own):
             own_query, own_key, own_value = (block.as_batch(each) for each in rows)
             keys, values = _after_prompt(prompt_key, own_key), _after_prompt(prompt_value, own_value)
-            batch = _sdpa(own_query, keys, values, self._mask(seen, block.longest, window), scale)
+            batch = attend(own_query, keys, values, self._mask(seen, block.longest, window), scale)
             attended.append(block.as_rows(batch))
         return attended
 
@@ -126,14 +125,6 @@ class SharedPrompt:
 
 def _after_prompt(prompt: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return torch.cat([prompt.expand(own.shape[0], -1, -1, -1), own], dim=2)
-
-
-def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
 
 
 def shared_attention(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from onbeat.attention import why_window_unknown
+from onbeat.attention import heard_by_attention, why_not_attended
 from onbeat.batch.layout import Layout
 from onbeat.training.attention import ATTENTION, KeysValues, SharedPrompt
 from onbeat.training.gradients import gradients_in_place
@@ -37,7 +37,7 @@ class PromptState:
         """[1, H], where the first tokens are predicted."""
 
     def leaves(self) -> PromptState:
-        """A copy cut off from the graph, which collects gradients."""
+        """A copy cut off from the graph, which collects gradients where there are any (under LoRA not everywhere)."""
         kept = {layer: (_leaf(key), _leaf(value)) for layer, (key, value) in self.kept.items()}
         return PromptState(kept, _leaf(self.last_hidden))
 
@@ -46,7 +46,7 @@ class PromptState:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _called(model: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -107,7 +107,8 @@ def split_prompt(
         attached = prompt_state(model, prompt_ids)
     leaves = attached.leaves()
     yield leaves
-    if leaves.last_hidden.grad is None:  # no part was of this group: the backward runs all the same, for other ranks
+    if leaves.last_hidden.requires_grad and leaves.last_hidden.grad is None:
+        # No part was of this group: the backward runs all the same, for other ranks.
         leaves.last_hidden.grad = torch.zeros_like(leaves.last_hidden)
     pairs = zip(attached.tensors(), leaves.tensors(), strict=True)
     reached = [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
@@ -149,7 +150,7 @@ def why_not_shared(model: Any) -> str | None:
         return f"{name} does not let its attention be replaced"
     if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
         return f"the head of {name} is not a linear layer"
-    return why_window_unknown(model) or _why_forms_differ(model, config.vocab_size)
+    return why_not_attended(model, heard_by_attention(model)) or _why_forms_differ(model, config.vocab_size)
 
 
 @torch.no_grad()

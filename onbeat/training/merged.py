@@ -30,8 +30,9 @@ share out. A fixed number, for the sums of the prompt's gradients are taken in i
 
 
 LONG_PROMPT = 256
-"""Tokens. In time the two ways are even here: 8 completions of 15 tokens after 45 take 24 % longer merged than copied,
-8 of 128 after 128 take 3 % longer, 16 of 32 after 512 take 6 % less, 8 of 256 after 1,024 take 12 % less."""
+"""Tokens. From here on the two ways take equally long (benchmarks/attention.py): merged, 8 completions of 15 tokens
+after 45 take half as long again, 8 of 128 after 128 take 14 % more, 8 of 32 after 256 as long, 16 of 32 after 512 take
+4 % less."""
 
 
 def merges(query: torch.Tensor, prompt_value: torch.Tensor) -> bool:

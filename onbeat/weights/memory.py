@@ -75,7 +75,8 @@ class MemoryChannel:
         return await self._stage(left, snapshot) + [generator for generator in staged if not generator.local]
 
     async def bring(self, generator: Generator) -> None:
-        """A joiner serves what is current when this returns. Raises WorkerError if it cannot."""
+        """A joiner serves what is current when this returns. Raises WorkerError or UndecodableError if it
+        cannot."""
         self._joining.add(generator.name)
         try:
             while (snapshot := self.current) is not None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.algorithms.catalogue import ALGORITHMS
-from onbeat.errors import NoGeneratorsError, UnverifiedWeightsError, WorkerError
+from onbeat.errors import NoGeneratorsError, UndecodableError, UnverifiedWeightsError, WorkerError
 from onbeat.ledger import Ledger
 from onbeat.loader import LoaderSettings, PeriodicLoader
 from onbeat.period import train
@@ -229,6 +229,48 @@ def test_generators_that_cannot_load_what_is_published_end_the_run_with_a_typed_
     with pytest.raises(NoGeneratorsError, match=r"\d generators died one after another; the last: .* has no room"):
         run_virtual(company.run(count))
     assert MAX_DEATHS < len(company.all) <= MAX_DEATHS + 1 + count
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_that_no_generator_can_decode_ends_the_run_and_nobody_is_started_again(count: int) -> None:
+    class Unable(FakeGenerator):
+        async def activate(self, version: int) -> None:
+            raise UndecodableError("no such attention")
+
+    class Poor(Company):
+        def make(self, name: str) -> FakeGenerator:
+            self.all.append(Unable(name, 8, random.Random(0)))
+            return self.all[-1]
+
+    company = Poor(seed=1, max_deaths=MAX_DEATHS)
+    with pytest.raises(UndecodableError, match="no such attention"):
+        run_virtual(company.run(count))
+    assert len(company.all) == count
+
+
+@pytest.mark.parametrize("when", ["starting", "activating"])
+def test_a_generator_that_comes_later_and_cannot_decode_the_model_is_one_more_death(when: str) -> None:
+    class Unable(FakeGenerator):
+        async def activate(self, version: int) -> None:
+            raise UndecodableError("no such attention")
+
+    class Later(Company):
+        async def start(self, name: str) -> Generator:
+            if not self.opened:
+                return await super().start(name)
+            if when == "starting":
+                raise UndecodableError("no such attention")
+            self.all.append(Unable(name, 8, random.Random(0)))
+            return self.all[-1]
+
+    async def main(count: int) -> list[MicroBatch | UpdateTotals]:
+        company = Later(seed=1, max_deaths=MAX_DEATHS)
+        asyncio.get_running_loop().call_later(5.0, lambda: company.all[0].die())
+        return await company.run(count)
+
+    assert run_virtual(main(2)) == CALM
+    with pytest.raises(NoGeneratorsError, match="the last: no such attention"):
+        run_virtual(main(1))
 
 
 def test_all_generators_of_a_host_may_die_at_once() -> None:

@@ -50,6 +50,7 @@ def seen() -> dict[int, tuple[str, str]]:
 @pytest.mark.parametrize(
     "setting",
     [
+        {"schedule.updates_per_period": 2},
         {"schedule.updates_per_period": 2, "trainer.max_tokens": 12},
         pytest.param({"algorithm.beta": 0.1, "algorithm.loss_mean": "token"}, marks=pytest.mark.integration),
         pytest.param(

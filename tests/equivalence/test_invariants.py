@@ -253,6 +253,61 @@ def test_a_group_goes_to_a_generator_whose_cache_holds_it() -> None:
     assert set(large.slots) >= {2, 3, 4, 7, 8, 9, 12, 13, 14}
 
 
+def test_groups_that_would_wait_for_a_generators_cache_wait_in_the_pool_for_whoever_comes() -> None:
+    def request(slot: int) -> GroupRequest:
+        return GroupRequest(
+            stream="train", period=0, slot=slot, samples=(0, 1, 2, 3), token_ids=(1, 2), sampling=SAMPLING
+        )
+
+    async def main() -> tuple[list[int], list[int]]:
+        pool = Pool()
+        workers = [FakeGenerator(name=name, capacity=64, rng=random.Random(1),
+                                 cache_tokens=HOLDS_TWO_PROMPT_TOKENS) for name in ("first", "second")]  # fmt: skip
+        harvest = None
+        for worker in workers:
+            pool.add(worker)
+            worker.version = 0
+            pool.serves(worker.name, 0)
+            if harvest is None:
+                harvest = pool.open("train", 0)
+                for slot in range(8):
+                    harvest.submit(request(slot))
+        first, second = ([*worker.slots] for worker in workers)
+        assert harvest is not None
+        found = [(await harvest.next())[0].slot for _ in range(8)]
+        assert sorted(found) == list(range(8))
+        return first, second
+
+    first, second = run_virtual(main())
+    assert first == [0, 1]  # one that its cache holds, and one ahead
+    assert second == [2, 3]
+
+
+def test_who_can_begin_a_group_gets_it_before_who_has_more_rows_and_less_cache() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        pool = Pool()
+        wide = FakeGenerator(name="wide", capacity=64, rng=random.Random(1), cache_tokens=HOLDS_TWO_PROMPT_TOKENS)
+        narrow = FakeGenerator(name="narrow", capacity=8, rng=random.Random(1))
+        for worker in (wide, narrow):
+            pool.add(worker)
+            worker.version = 0
+            pool.serves(worker.name, 0)
+        harvest = pool.open("train", 0)
+        for slot in range(3):
+            samples = (0, 1, 2, 3)
+            harvest.submit(
+                GroupRequest(stream="train", period=0, slot=slot, samples=samples, token_ids=(1, 2), sampling=SAMPLING)
+            )
+        first = [*wide.slots], [*narrow.slots]
+        for _ in range(3):
+            await harvest.next()
+        return first
+
+    wide, narrow = run_virtual(main())
+    assert wide == [0]
+    assert narrow == [1, 2]
+
+
 @pytest.mark.parametrize("dies_after", [1, 6, 11])
 def test_a_group_that_only_a_dead_generator_could_hold_ends_the_period_with_what_it_needs(dies_after: int) -> None:
     """Whether it had been sent to the dead one or was still waiting."""

@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from onbeat.lora import add_adapter, trained_parameters
 from onbeat.messages import SavePart, ToTrainer
 from onbeat.recipe import from_tree
 from onbeat.rollout import invariant
-from onbeat.rollout.engine import probe_invariance
+from onbeat.rollout.engine import Engine
+from onbeat.rollout.probe import probe_invariance
 from onbeat.training import worker
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.training.tri_model import Logprobs, TriModel
@@ -35,11 +36,12 @@ from onbeat.weights.snapshot import Mapped
 from onbeat.wire import Channel
 from tests.equivalence.test_batch_invariance import Arrival, arrivals, check_invariance
 from tests.equivalence.test_shared_prompt import TEMPERATURE, all_in_float64, random_group
-from tests.fakes.models import ARCHITECTURES, tiny_model
+from tests.fakes.models import ARCHITECTURES, drain, request, sampling, tiny_model
 
 ADAPTED = (*ARCHITECTURES, "gemma3", "phi3")
 BETA = 0.3
 LORA = LoraSection(rank=3, alpha=8.0)
+SEED_OF_LARGE_GROUPS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def move(model: torch.nn.Module, seed: int, distance: float = 0.1) -> None:
 # The trainer
 
 
-def make_config(model_dir: str, **trainer: Any) -> Config:
+def make_config(model_dir: str, targets: Sequence[str] = (), **trainer: Any) -> Config:
     return from_tree(
         {
             "model": {"path": model_dir},
@@ -88,7 +90,7 @@ def make_config(model_dir: str, **trainer: Any) -> Config:
             "trainer": {"learning_rate": 0.01, **trainer},
             "sampling": {"temperature": TEMPERATURE},
             "schedule": {"updates_per_period": 2},
-            "lora": {"rank": LORA.rank, "alpha": LORA.alpha},
+            "lora": {"rank": LORA.rank, "alpha": LORA.alpha, "targets": targets},
         }
     )
 
@@ -115,12 +117,10 @@ def straightforward_loss(model: Any, old: Any, groups: list[TrainGroup]) -> torc
     return total
 
 
-def plain_peft_model(architecture: str, like: torch.nn.Module) -> Any:
+def plain_peft_model(architecture: str, like: torch.nn.Module, targets: Sequence[str] = ()) -> Any:
     """Made by peft alone, with the values of ours."""
-    model = get_peft_model(
-        copy.deepcopy(tiny_model(architecture)),
-        LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules="all-linear"),
-    ).double()
+    how = LoraConfig(r=LORA.rank, lora_alpha=int(LORA.alpha), target_modules=list(targets) or "all-linear")
+    model = get_peft_model(copy.deepcopy(tiny_model(architecture)), how).double()
     model.set_attn_implementation("sdpa")
     theirs = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
     ours = trained_parameters(like)
@@ -147,17 +147,33 @@ def in_float64(trainer: PolicyTrainer) -> None:
 def test_gradients_are_those_of_pefts_own_model_before_and_after_a_step(
     model_dirs: dict[str, str], architecture: str, setting: dict[str, Any], seed: int
 ) -> None:
+    check_two_updates(model_dirs[architecture], architecture, (), setting, seed)
+
+
+@pytest.mark.parametrize("setting", [{}, {"max_tokens": 16}], ids=["whole", "split"])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj",), ("down_proj",)], ids=" ".join)
+def test_gradients_are_pefts_own_where_some_layers_have_an_adapter(
+    model_dirs: dict[str, str], targets: tuple[str, ...], setting: dict[str, Any]
+) -> None:
+    """The first layer's keys, its values too, depend on nothing that is trained."""
+    assert all(group.num_tokens > 16 for group in random_groups(SEED_OF_LARGE_GROUPS))
+    check_two_updates(model_dirs["llama"], "llama", targets, setting, SEED_OF_LARGE_GROUPS)
+
+
+def check_two_updates(
+    model_dir: str, architecture: str, targets: tuple[str, ...], setting: dict[str, Any], seed: int
+) -> None:
     groups = random_groups(seed)
-    trainer = PolicyTrainer(make_config(model_dirs[architecture], **setting), model_dirs[architecture])
+    trainer = PolicyTrainer(make_config(model_dir, targets, **setting), model_dir)
     assert trainer.why_not_shared is None
     move(trainer.model, seed)
     trainer._models.at_start = False
     in_float64(trainer)
     with all_in_float64():
         os.close(trainer.snapshot()[0])  # opens a period
-        old = plain_peft_model(architecture, trainer.model)
+        old = plain_peft_model(architecture, trainer.model, targets)
         for update in (0, 1):
-            expected = plain_peft_model(architecture, trainer.model)
+            expected = plain_peft_model(architecture, trainer.model, targets)
             straightforward_loss(expected, old, groups).backward()
             for index, group in enumerate(groups):
                 trainer.accumulate(MicroBatch(period=0, update=update, index=index, rank=0, groups=(group,)))
@@ -322,3 +338,41 @@ def test_the_probe_sees_through_an_adapter_that_adds_nothing_yet(monkeypatch: py
     assert all(torch.equal(p, before[name]) for name, p in trained_parameters(model).items())
     monkeypatch.setattr(invariant, "NARROW", 0)
     assert probe_invariance(model).rows is not None
+
+
+def test_what_is_packed_of_the_base_is_packed_once_and_what_is_packed_of_the_adapter_for_every_version() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    add_adapter(model, LORA, seed=0)
+    engine = Engine(model, max_sequences=4)
+    engine.version = 0
+    first = {other.layer: other.compute for other in engine.stand_ins()}
+    engine.version = 1
+    second = {other.layer: other.compute for other in engine.stand_ins()}
+    assert first.keys() == second.keys()
+    trained = {layer for layer in first if any(parameter.requires_grad for parameter in layer.parameters())}
+    assert trained
+    assert {layer for layer in first if first[layer] is not second[layer]} == trained
+
+
+def test_without_an_adapter_everything_is_packed_for_every_version() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = Engine(model, max_sequences=4)
+    wanted = structs.replace(request(0, (1, 2, 3), 4, sampling(6)), period=0)
+    found = []
+    for version in range(2):
+        engine.version = version
+        engine.add(wanted)
+        found.append({name: completion.sampler_logprobs for name, completion in drain(engine).items()})
+        move_all(model)
+    fresh = Engine(model, max_sequences=4)
+    fresh.version = engine.version = 2
+    for each in (engine, fresh):
+        each.add(wanted)
+        found.append({name: completion.sampler_logprobs for name, completion in drain(each).items()})
+    assert found[0] != found[1] != found[2] == found[3]
+
+
+@torch.no_grad()
+def move_all(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.01)

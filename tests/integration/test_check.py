@@ -18,7 +18,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from onbeat.check import CheckReport
+from onbeat.check import CheckReport, Gap
 from onbeat.cli import main
 from onbeat.training import forward
 from onbeat.training.attention import KeysValues, SharedPrompt
@@ -45,6 +45,19 @@ def test_a_model_whose_forms_agree_passes_with_the_differences_and_the_speed_up(
         "agrees",
     ):
         assert line in done.stdout
+
+
+def test_a_mixture_of_experts_is_compared_in_float64_and_told_that_its_rows_depend_on_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "compared in float64" in said
+    gaps = [float(number) for line in said.splitlines() if line.startswith("  ") for number in line.split()[-3::2]]
+    assert gaps
+    assert max(gaps) < 1e-6, "no float32 comes so near"
+    assert "batch invariance   no: " in said
 
 
 def test_a_model_that_cannot_share_is_told_so_and_passes(tmp_path: Path) -> None:
@@ -105,13 +118,13 @@ def test_what_is_no_model_is_a_sentence_with_code_3(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("logprob_gap", "gradient_gap"), [(0.1, 1e-6), (1e-6, 1e-2), (float("nan"), 1e-6)])
-def test_a_difference_over_the_limit_is_a_disagreement(logprob_gap: float, gradient_gap: float) -> None:
-    report = CheckReport(
-        why_not_shared=None, logprob_gap=logprob_gap, gradient_gap=gradient_gap, speedup=2.0, row_variance=None
-    )
+@pytest.mark.parametrize(("logprobs", "gradient"), [(0.1, 1e-6), (1e-6, 1e-2), (float("nan"), 1e-6)])
+def test_a_difference_over_the_limit_is_a_disagreement(logprobs: float, gradient: float) -> None:
+    gaps = (Gap("good", 1e-6, 1e-6, "head"), Gap("bad", logprobs, gradient, "layers.1.mlp"))
+    report = CheckReport(why_not_shared=None, gaps=gaps, speedup=2.0, row_variance=None)
     assert not report.agrees
     assert report.lines()[-1].startswith("DISAGREES")
+    assert [line.split()[0] for line in report.lines() if "most of all in layers.1.mlp" in line] == ["bad"]
 
 
 def test_an_attention_that_forgets_what_prompts_begin_with_is_found_and_ends_with_an_error(
@@ -127,4 +140,6 @@ def test_an_attention_that_forgets_what_prompts_begin_with_is_found_and_ends_wit
     tiny_model("qwen3").save_pretrained(tmp_path)
     monkeypatch.setattr(SharedPrompt, "_prompt", forgetful)
     assert main(["check", str(tmp_path)]) == 1
-    assert "DISAGREES" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert any("DISAGREES" in line for line in said if "pack with a common prefix" in line)
+    assert not any("DISAGREES" in line for line in said if line.startswith("  group"))

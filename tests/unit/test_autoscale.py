@@ -104,8 +104,15 @@ def test_who_came_by_himself_counts_and_is_not_sent_away() -> None:
 
 
 def test_a_fixed_number_stays_whatever_the_records_say() -> None:
-    session: Any = SimpleNamespace(config=SimpleNamespace(generator=SimpleNamespace(bounds=(2, 2))))
-    autoscaling(session, SimpleNamespace())({})  # type: ignore[arg-type]
+    wanted: list[int] = []
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(generator=SimpleNamespace(bounds=(2, 2))),
+        crew=SimpleNamespace(num_visitors=0, wanted=2, want=wanted.append),
+    )
+    after_period = autoscaling(session, SimpleNamespace(decided=pytest.fail))  # type: ignore[arg-type]
+    for _ in range(6):
+        after_period({"num_generators": 2, "generators_busy_s": 40.0, "training_s": 1.0, "num_generated_tokens": 1000})
+    assert wanted == []
 
 
 @pytest.mark.parametrize("training_s", [0.0, 1e-12])

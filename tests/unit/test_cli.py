@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,32 @@ def test_a_dry_run_does_not_call_the_overlap_little_where_groups_take_turns(
     flags = ["--generator.max_sequences", "32", "--schedule.prompts_per_period", "8", "--algorithm.group_size", "8"]
     assert main(["train", recipe, "--dry-run", *flags]) == 0
     assert "LITTLE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("cache_gib", "said"),
+    [
+        (0.1, "at once      8 groups of 8 in each generator (generator.max_sequences)"),
+        (
+            0.005,
+            "at once      4 groups of 8 in each generator (generator.cache_gib: so many of 100 tokens and 8 x 16 more",
+        ),
+        (0.001, "at once      NONE of the longest groups there may be, 100 tokens and 8 x 16 more"),
+    ],
+)
+def test_a_dry_run_says_how_many_groups_the_cache_holds(
+    recipe: str, cache_gib: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys and values of a token take 5 KiB here, of a group up to 228 tokens."""
+    Path("model").mkdir()
+    sizes = {"num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    Path("model/config.json").write_text(json.dumps(sizes))
+    flags = {
+        "model.path": "./model", "algorithm.group_size": 8, "generator.max_sequences": 64,
+        "generator.cache_gib": cache_gib, "data.max_prompt_tokens": 100, "sampling.max_new_tokens": 16,
+    }  # fmt: skip
+    assert main(["train", recipe, "--dry-run", *(f"--{key}={value}" for key, value in flags.items())]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_config_lists_every_key_with_its_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,6 +206,11 @@ def test_a_key_like_no_other_is_answered_with_the_way_to_the_list() -> None:
     assert refusal([], {"zzz": 1}) == "there is no key 'zzz'; `onbeat config` lists them all"
 
 
+@pytest.mark.parametrize("key", ["sampling.top_p", "sampling.top_k", "sampling.min_p"])
+def test_a_distribution_cut_short_is_refused_with_the_reason(key: str) -> None:
+    assert refusal([], {key: 1}).startswith(f"there is no key {key!r}, for what is trained is what is sampled from")
+
+
 def test_a_section_is_no_value(recipe: Path, tmp_path: Path) -> None:
     file = write(tmp_path, "schedule = 3", "odd.toml")
     sentence = f"{file}: 'schedule' is a section with keys of its own, not 3"

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.decoders import ByteFallback
 
-from onbeat.admission import cache_tokens
+from onbeat.admission import bytes_per_token, cache_tokens
 from onbeat.errors import InputError, NumbersError
 from onbeat.rollout.cache import CacheShape, GroupCache
-from onbeat.rollout.engine import Engine, _gap_to_own_forward
+from onbeat.rollout.engine import Engine
+from onbeat.rollout.probe import gap_to_own_forward
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import ends_with_stop
 from onbeat.types import Completion, Sampling
-from tests.fakes.models import drain, generate_alone, request, sampling, tiny_model
+from tests.fakes.models import ALL_ARCHITECTURES, drain, generate_alone, request, sampling, tiny_model
 
 
 def engine_of(max_sequences: int, num_tokens: int) -> Engine:
@@ -61,14 +62,22 @@ def test_a_group_larger_than_the_engine_is_refused_with_both_numbers() -> None:
         engine_of(max_sequences=8, num_tokens=1000).add(request(0, (1,), 9, sampling()))
 
 
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
+def test_what_a_token_takes_of_the_cache_is_told_by_the_configuration_alone(architecture: str) -> None:
+    model = tiny_model(architecture)
+    assert bytes_per_token(model.config.to_dict(), 4) == CacheShape.of(model).bytes_per_token
+
+
 def test_eight_completions_of_a_long_prompt_take_little_more_cache_than_one() -> None:
+    """Of 32 tokens; than one by itself, not one with the rows that fill up its products."""
+
     def num_bytes(num_samples: int) -> int:
         cache = GroupCache(CacheShape.of(tiny_model("llama")), 1000, num_samples, max_new_tokens=32)
         own = sum(layer.memory.nbytes for layer in cache.own)
         return own + sum(tensor.nbytes for pair in cache.prompt for tensor in pair)
 
-    assert num_bytes(8) < 1.3 * num_bytes(1)
     per_token = CacheShape.of(tiny_model("llama")).bytes_per_token
+    assert num_bytes(8) < 1.3 * (1000 + 32) * per_token
     assert num_bytes(8) == cache_tokens(1000, 8, 32) * per_token
 
 
@@ -214,4 +223,4 @@ def test_completions_of_eight_thousand_tokens_have_the_log_probabilities_of_the_
     model.config.max_position_embeddings = 8200
     found = generate_alone(model, wanted)
     assert [len(completion.token_ids) for completion in found.values()] == [8192] * 4
-    assert max(_gap_to_own_forward(model, wanted, completion) for completion in found.values()) < 1e-3
+    assert max(gap_to_own_forward(model, wanted, completion) for completion in found.values()) < 1e-3

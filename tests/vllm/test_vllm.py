@@ -69,8 +69,8 @@ class Heard:
         self.completions[completion.slot, completion.sample] = completion
         self._more.set()
 
-    def first_token(self, worker: str, version: int, activated_s: float, sampled_s: float) -> None:
-        assert activated_s < sampled_s
+    def first_token(self, worker: str, version: int, after_s: float) -> None:
+        assert after_s > 0
 
     def progress(self, worker: str, num_tokens: int) -> None:
         self.num_tokens = num_tokens

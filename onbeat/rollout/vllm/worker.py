@@ -165,7 +165,7 @@ class VllmWorker:
 
     def _sampled(self, num_tokens: int) -> None:
         if self._activated_s is not None and num_tokens > self._tokens_before:
-            self._connection.send(FirstToken(self._version, self._activated_s, time.monotonic()))
+            self._connection.send(FirstToken(self._version, time.monotonic() - self._activated_s))
             self._activated_s = None
 
     async def _read(self) -> None:
