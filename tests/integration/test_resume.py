@@ -21,6 +21,15 @@ MARK = "ONBEAT_TEST_MARK"
 """In the environment of every process of a run."""
 KILLS = 3
 """Of one run."""
+OF_THE_MACHINE = {
+    "num_generators",
+    "num_duplicate_messages",
+    "num_late_messages",
+    "num_resent_samples",
+    "num_hedged_samples",
+    "num_lost_generators",
+}
+"""Metrics of who did the work and what was asked of two: how busy the machine is decides, in every run anew."""
 FLAGS = [
     f"--schedule.periods={PERIODS}",
     "--checkpoint.every=2",
@@ -36,14 +45,15 @@ def command(run_dir: Path, *more: str) -> list[str]:
 
 
 def left_behind(run_dir: Path) -> tuple[str, str, str, list[dict[str, object]], list[str]]:
-    """Digests of weights, optimizer state and ledger; metrics without times; the files of rollouts."""
+    """Digests of weights, optimizer state and ledger; metrics of what was computed; the files of rollouts."""
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steady = [{k: v for k, v in m.items() if not k.endswith("_s")} for m in metrics]
+    assert all(m.keys() >= OF_THE_MACHINE for m in metrics)
+    computed = [{k: v for k, v in m.items() if not k.endswith("_s") and k not in OF_THE_MACHINE} for m in metrics]
     return (
         sha256(run_dir / "model" / "model.safetensors"),
         sha256(run_dir / "checkpoints" / f"version-{PERIODS:06d}" / "rank-0.safetensors"),
         sha256(run_dir / "ledger.jsonl"),
-        steady,
+        computed,
         sorted(sha256(file) for file in (run_dir / "rollouts").iterdir()),
     )
 
