@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from onbeat.config import Config
+from onbeat.environment import EXACT_ENVIRONMENT
 from onbeat.errors import InputError, NumbersError, WorkerError
 from onbeat.rollout import vllm
 from onbeat.rollout.vllm.server import (
@@ -233,14 +234,15 @@ def test_servers_share_cores_and_devices_and_see_nothing_of_our_own_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    for name, value in EXACT_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     two = config(generator={"count": 2})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     environments = [server_environment(two, slot, tmp_path) for slot in (0, 1, 2)]
     assert [one["VLLM_CPU_OMP_THREADS_BIND"] for one in environments] == ["0,1", "2,3", "0,1"]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["4", "5", "6"]
-    assert {"MKL_CBWR", "VLLM_API_KEY"} & environments[0].keys() == set()
+    assert {*EXACT_ENVIRONMENT, "VLLM_API_KEY"} & environments[0].keys() == set()
     parallel = server_environment(config(generator={"count": 1}, tensor_parallel=2), 0, tmp_path)
     assert parallel["VLLM_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
     assert parallel["CUDA_VISIBLE_DEVICES"] == "4,5"
