@@ -26,10 +26,25 @@ from onbeat.device import product_dtype
 
 def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """weight.grad += left @ right"""
-    if weight.grad is not None and weight.dtype == left.dtype:
-        weight.grad.addmm_(left, right)
-    else:
+    if weight.grad is None:
         add(weight, torch.mm(left, right))
+    else:
+        add_product_to(weight.grad, left, right)
+
+
+def add_product_to(gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """gradient += left @ right"""
+    if gradient.dtype == left.dtype:
+        gradient.addmm_(left, right)
+    else:
+        gradient += torch.mm(left, right)
+
+
+def collected(parameter: torch.Tensor) -> torch.Tensor:
+    """Its gradient, of which a part can be added to; zeros, if there is none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -71,9 +86,7 @@ class _Embedding(torch.autograd.Function):
         grad_rows = gradients[0].flatten(0, -2)
         if ctx.padding is not None:
             grad_rows = grad_rows.masked_fill((ids == ctx.padding).flatten()[:, None], 0.0)
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, ids.flatten(), grad_rows.to(weight.dtype))
+        collected(weight).index_add_(0, ids.flatten(), grad_rows.to(weight.dtype))
         return None, None, None
 
 

@@ -1,10 +1,12 @@
-"""Log-probabilities without the logits: head and log-softmax in chunks, at completion positions, forward and backward.
+"""Log-probabilities without the logits: head and softmax in blocks of words, at completion positions, both ways.
 
 The logits of 4,096 tokens over a vocabulary of 49k take 800 MB, and several times that in backward. Here they exist for
-one chunk of rows at a time; backward computes them once more, but for the first chunks where layers are not
-checkpointed. The weight's gradient is added where it is kept (gradients.py).
+one block of words at a time, which stays in the cache from the product that makes it to the sums that are wanted of it;
+every row of the head's weight, and of its gradient, is read and written once. The exponentials of the first blocks stay
+until backward, as far as there is room and layers are not checkpointed; backward computes the others once more. The
+weight's gradient is added where it is kept (gradients.py).
 
-Where the head is spread over a team of ranks, each has the logits of its own words, and they tell each other the sums.
+Where the head is spread over a team of ranks, each has the blocks of its own words, and they tell each other the sums.
 """
 
 from __future__ import annotations
@@ -14,22 +16,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from onbeat.device import as_given, product_dtype
-from onbeat.training.gradients import add, add_product
+from onbeat.training.gradients import add_product_to, collected
 
 KEPT_BYTES = 256 << 20
-"""So much may stay from forward to backward: chunks beyond are computed twice."""
+"""So much may stay from forward to backward: blocks beyond are computed twice."""
 
-CHUNK_BYTES = 64 << 20
-"""Of logits at a time."""
+BLOCK_WORDS = 2048
+"""At most, in a block."""
+BLOCK_BYTES = 64 << 20
+"""Of a block's logits, at most: with very many rows there are fewer words."""
 
 
 class _HeadLogprobs(torch.autograd.Function):
     """(hidden [T, H], weight [V, H], bias [V] or None, targets [T], temperature, dtype of products, team, keep) →
-    log-probabilities, entropies [T]. With a team, V are this rank's words."""
+    log-probabilities, entropies [T]. With a team, V are this rank's words. N: blocks, B: words of one."""
 
     @staticmethod
     def forward(
@@ -45,61 +48,66 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if team is not None:
             target_T = target_T - team.first_word
-        logprobs_T = torch.empty(len(target_T), dtype=_exact(hidden_T_H.dtype))
-        entropy_T = torch.empty_like(logprobs_T)
+        hidden = hidden_T_H.to(dtype)
+        logits = _Logits(hidden, weight_V_H, bias_V, temperature)
         room = KEPT_BYTES if keep and any(ctx.needs_input_grad) else 0
-        kept = []
-        weight, hidden = weight_V_H.to(dtype), hidden_T_H.to(dtype)
-        for rows in _chunks(len(target_T), len(weight_V_H), logprobs_T.element_size()):
-            logits = _logits(hidden[rows], weight, bias_V, temperature)
-            probabilities, log_total = _softmax(logits, team)
-            of_target = _at(logits, target_T[rows], team)
-            mean_logit = torch.bmm(probabilities[:, None], logits[:, :, None])[:, 0, 0]
-            if team is not None:
-                team.sum([of_target, mean_logit])
-            logprobs_T[rows] = of_target - log_total
-            entropy_T[rows] = log_total - mean_logit
-            if probabilities.nbytes <= room:
-                room -= probabilities.nbytes
-                kept.append(probabilities)
+        kept, largest, sums, means = [], [], [], []
+        of_target_T = torch.zeros(len(target_T), dtype=_exact(hidden_T_H.dtype))
+        for words in logits.blocks:
+            logits_T_B = logits.of(words)
+            of_target_T += _at(logits_T_B, target_T - words.start)
+            weights_T_B, largest_T = _weights(logits_T_B)
+            largest.append(largest_T)
+            sums.append(weights_T_B.sum(dim=-1))
+            means.append(torch.bmm(weights_T_B[:, None], logits_T_B[:, :, None])[:, 0, 0])
+            if weights_T_B.nbytes <= room:
+                room -= weights_T_B.nbytes
+                kept.append(weights_T_B)
             else:
-                room = 0  # the last chunk may be smaller: none after one that was not kept
-        ctx.save_for_backward(hidden, target_T, *kept)
+                room = 0  # the last block may be smaller: none after one that was not kept
+        largest_N_T, sum_N_T, mean_N_T = torch.stack(largest), torch.stack(sums), torch.stack(means)
+        top_T = largest_N_T.amax(dim=0)
+        if team is not None:
+            top_T = team.largest(top_T)
+        share_N_T = (largest_N_T - top_T).exp_()
+        total_T = (share_N_T * sum_N_T).sum(dim=0)
+        mean_T = (share_N_T * mean_N_T).sum(dim=0)
+        if team is not None:
+            team.sum([total_T, mean_T, of_target_T])
+        log_total_T = top_T + total_T.log()
+        ctx.save_for_backward(hidden, target_T, share_N_T / total_T, *kept)
         ctx.weight, ctx.bias, ctx.temperature, ctx.team = weight_V_H, bias_V, temperature, team
         ctx.hidden_dtype = hidden_T_H.dtype
+        entropy_T = log_total_T - mean_T / total_T
         ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+        return of_target_T - log_total_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_T_H, target_T, *kept = ctx.saved_tensors
+        hidden_T_H, target_T, factor_N_T, *kept = ctx.saved_tensors
         weight_V_H, bias_V, team = ctx.weight, ctx.bias, ctx.team
-        weight = weight_V_H.to(hidden_T_H.dtype)
         scale_T = gradients[0] / ctx.temperature
-        grad_hidden = torch.empty_like(hidden_T_H)
+        grad_hidden = torch.zeros(hidden_T_H.shape, dtype=_exact(hidden_T_H.dtype))
         mine = _Own(weight_V_H, bias_V) if team is not None else None
-        for number, rows in enumerate(_chunks(len(target_T), len(weight_V_H), scale_T.element_size())):
-            if number < len(kept):
-                probabilities = kept[number]
-            else:
-                logits = _logits(hidden_T_H[rows], weight, bias_V, ctx.temperature)
-                probabilities, _ = _softmax(logits, team)
-                del logits  # a chunk less at the peak
+        weight, bias = (mine.weight, mine.bias) if mine else (weight_V_H, bias_V)
+        grad_weight = collected(weight) if weight_V_H.requires_grad else None
+        grad_bias = collected(bias) if bias_V is not None and bias_V.requires_grad else None
+        logits = _Logits(hidden_T_H, weight_V_H, bias_V, ctx.temperature)
+        for number, words in enumerate(logits.blocks):
+            weights_T_B = kept[number] if number < len(kept) else _weights(logits.of(words))[0]
             # d logprob / d logit = (one at the target) - probability, times the gradient, over the temperature.
-            scale = scale_T[rows]
-            grad_logits = probabilities.mul_(-scale[:, None])
-            _add_at(grad_logits, target_T[rows], scale, team)
-            grad_rows = grad_logits.to(hidden_T_H.dtype)
-            torch.mm(grad_rows, weight, out=grad_hidden[rows])
-            if weight_V_H.requires_grad:
-                add_product(mine.weight if mine else weight_V_H, grad_rows.T, hidden_T_H[rows])
-            if bias_V is not None and bias_V.requires_grad:
-                add(mine.bias if mine else bias_V, grad_logits.sum(dim=0))
+            grad_T_B = weights_T_B.mul_((-scale_T * factor_N_T[number])[:, None])
+            _add_at(grad_T_B, target_T - words.start, scale_T)
+            grad_rows = grad_T_B.to(hidden_T_H.dtype)
+            add_product_to(grad_hidden, grad_rows, weight_V_H[words].to(hidden_T_H.dtype))
+            if grad_weight is not None:
+                add_product_to(grad_weight[words], grad_rows.T, hidden_T_H)
+            if grad_bias is not None:
+                grad_bias[words] += grad_T_B.sum(dim=0)
         if team is not None:
             team.sum([grad_hidden])
-        grad_hidden = grad_hidden.to(ctx.hidden_dtype)
         own = (mine.weight.grad, mine.bias.grad) if mine else (None, None)
-        return grad_hidden, *own, None, None, None, None, None
+        return grad_hidden.to(ctx.hidden_dtype), *own, None, None, None, None, None
 
 
 class _Own:
@@ -126,32 +134,47 @@ class Team:
         return tensor
 
 
-def _softmax(logits: torch.Tensor, team: Team | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities, and the logarithm of their common denominator."""
-    if team is None:
-        probabilities = torch.softmax(logits, dim=-1)
-        # log Z from the largest: its probability is at least 1/V, so the logarithm is safe.
-        return probabilities, logits.amax(dim=-1) - probabilities.amax(dim=-1).log_()
-    largest = team.largest(logits.amax(dim=-1))
-    weights = (logits - largest[:, None]).exp_()
-    total = weights.sum(dim=-1)
-    team.sum([total])
-    return weights.div_(total[:, None]), largest + total.log()
+class _Logits:
+    """Of all rows, a block of words at a time; the blocks are a function of the sizes alone."""
+
+    def __init__(
+        self, hidden_T_H: torch.Tensor, weight_V_H: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
+    ) -> None:
+        self._hidden, self._weight, self._bias, self._temperature = hidden_T_H, weight_V_H, bias_V, temperature
+        self._exact = _exact(hidden_T_H.dtype)
+        num_words = min(BLOCK_WORDS, max(64, BLOCK_BYTES // (len(hidden_T_H) * self._exact.itemsize)))
+        last = len(weight_V_H)
+        self.blocks = [slice(first, min(first + num_words, last)) for first in range(0, last, num_words)]
+        self._room = torch.empty(len(hidden_T_H) * min(num_words, last), dtype=hidden_T_H.dtype)
+
+    def of(self, words: slice) -> torch.Tensor:
+        """[T, B], where the block before was: that memory is still in the cache."""
+        hidden = self._hidden
+        weight = self._weight[words].to(hidden.dtype)
+        out = self._room[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+        if self._bias is None:
+            torch.mm(hidden, weight.T, out=out)
+        else:
+            torch.addmm(self._bias[words].to(hidden.dtype), hidden, weight.T, out=out)
+        logits = out.to(self._exact)
+        return logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
 
-def _at(logits: torch.Tensor, targets: torch.Tensor, team: Team | None) -> torch.Tensor:
-    """Each row's at its target; 0 where another rank has the word."""
-    if team is None:
-        return logits.gather(1, targets[:, None])[:, 0]
-    found = logits.gather(1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-    return found.masked_fill(_elsewhere(targets, logits), 0.0)
+def _weights(logits_T_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the words, relative to that of each row's largest logit; and that logit."""
+    largest_T = logits_T_B.amax(dim=-1)
+    return (logits_T_B - largest_T[:, None]).exp_(), largest_T
 
 
-def _add_at(gradients: torch.Tensor, targets: torch.Tensor, values: torch.Tensor, team: Team | None) -> None:
-    if team is not None:
-        values = values.masked_fill(_elsewhere(targets, gradients), 0.0)
-        targets = targets.clamp(0, gradients.shape[1] - 1)
-    gradients[torch.arange(len(values)), targets] += values
+def _at(logits_T_B: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Each row's at its target; 0 where another block, or rank, has the word."""
+    found = logits_T_B.gather(1, targets.clamp(0, logits_T_B.shape[1] - 1)[:, None])[:, 0]
+    return found.masked_fill(_elsewhere(targets, logits_T_B), 0.0)
+
+
+def _add_at(gradients: torch.Tensor, targets: torch.Tensor, values: torch.Tensor) -> None:
+    values = values.masked_fill(_elsewhere(targets, gradients), 0.0)
+    gradients[torch.arange(len(values)), targets.clamp(0, gradients.shape[1] - 1)] += values
 
 
 def _elsewhere(targets: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -163,24 +186,11 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
-    logits = F.linear(hidden, weight, None if bias is None else bias.to(weight.dtype)).to(_exact(hidden.dtype))
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _chunks(num_rows: int, vocabulary: int, element_bytes: int) -> list[slice]:
-    """Equal chunks of rows: a function of the sizes alone."""
-    largest = max(16, CHUNK_BYTES // (vocabulary * element_bytes))
-    count = -(-num_rows // largest)
-    step = -(-num_rows // max(1, count))
-    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, max(1, step))]
-
-
 def head_logprobs(
     head: torch.nn.Linear, hidden_T_H: torch.Tensor, target_T: torch.Tensor, temperature: float, *, keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each target and entropy (without gradient) of each prediction, at the temperature. `keep`:
-    the first chunks may stay until backward."""
+    the first blocks may stay until backward."""
     weight: torch.Tensor = head.weight
     bias: torch.Tensor | None = head.bias
     team = None
