@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/props.py
 
-For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; without at least 4 rows in a product; with prompts
-cut into chunks anywhere; with every product over a prompt's keys shared by the samples; with narrow layers or
-activations as torch computes them. A schedule is a handful of groups arriving at random moments, as in
+For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; with oneDNN's and torch's kernels for all that the
+processor knows (nothing new, unless it has AVX-512); without at least 4 rows in a product; with prompts cut into chunks
+anywhere; with every product over a prompt's keys shared by the samples; with narrow layers or activations as torch
+computes them. A schedule is a handful of groups arriving at random moments, as in
 tests/equivalence/test_batch_invariance.py; every other one is of a model with one head of keys and a width that fills
 no vector register.
 """
@@ -21,9 +22,15 @@ from onbeat.environment import EXACT_ENVIRONMENT
 
 ROOT = Path(__file__).parents[1]
 PROPS = (
-    "everything", "no MKL_CBWR", "no 4 rows", "chunks anywhere", "small products shared", "narrow layers as they are",
+    "everything",
+    "no MKL_CBWR",
+    "the processor's best kernels",
+    "no 4 rows",
+    "chunks anywhere",
+    "small products shared",
+    "narrow layers as they are",
     "activations as they are",
-)  # fmt: skip
+)
 NUM_SCHEDULES = 30
 
 
@@ -33,9 +40,11 @@ def main() -> int:
         return 0
     for threads in (1, 2, 5):
         for prop in PROPS:
-            environment = {key: value for key, value in os.environ.items() if key not in EXACT_ENVIRONMENT}
-            if prop != "no MKL_CBWR":
-                environment |= EXACT_ENVIRONMENT
+            without = {
+                "no MKL_CBWR": {"MKL_CBWR"},
+                "the processor's best kernels": {"ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"},
+            }.get(prop, set())
+            environment = {key: value for key, value in (os.environ | EXACT_ENVIRONMENT).items() if key not in without}
             command = [sys.executable, __file__, prop, str(threads)]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             print(

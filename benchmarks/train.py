@@ -18,7 +18,7 @@ Useful FLOPS are those of each token once, forward and backward, recomputation n
 matrix products just before and just after the turn: the machine is not equally fast in every minute. Told are the
 median of the shares, turn by turn, and the share of the medians. Peak memory is
 that of a process that trains a group of 4,096 packed tokens: as the trainer does by default, in parts of
-trainer.max_tokens; in one pass with the head in chunks; and in one pass with the logits of all positions built.
+trainer.max_tokens; in one pass, the head some words at a time; and in one pass with the logits of all positions built.
 Gradient checkpointing off and on, in the environment workers get then, beside that of the libraries alone.
 """
 
@@ -98,11 +98,9 @@ def measure_memory() -> dict[str, int]:
 
 
 def load() -> Any:
-    import torch
+    from onbeat.device import load_model, prepare_process
 
-    from onbeat.device import load_model
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    prepare_process(0)
     return load_model(smollm2())
 
 

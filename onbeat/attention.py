@@ -59,6 +59,8 @@ class Heard:
     unsupported: set[str] = field(default_factory=set)
     dims: set[tuple[int, int]] = field(default_factory=set)
     """Of a head's keys, and of its values."""
+    layers: list[int | None] = field(default_factory=list)
+    """By number, as they were called."""
 
 
 def _listen(
@@ -68,6 +70,7 @@ def _listen(
     heard.windows.add(sliding_window)
     heard.unsupported.update(_unsupported(extras))
     heard.dims.add((key.shape[-1], value.shape[-1]))
+    heard.layers.append(getattr(module, "layer_idx", None))
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -93,13 +96,15 @@ def why_not_attended(model: Any, heard: Heard | str) -> str | None:
     """None if attention of ours can stand in for the model's own; else the reason, for the user.
 
     Some models cap their scores or have sinks, which ours do not compute; some put their sliding window into a mask
-    alone, which ours do not get.
+    alone, which ours do not get; some run a layer more than once.
     """
     if isinstance(heard, str):
         return heard
     name = type(model).__name__
     if heard.unsupported:
         return f"{name} uses {', '.join(sorted(heard.unsupported))} in attention, which onbeat does not compute"
+    if len(set(heard.layers) - {None}) < len(heard.layers):
+        return f"{name} does not give each call of its attention a layer's number of its own, to keep keys under"
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or not ("sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)):

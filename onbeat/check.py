@@ -10,7 +10,6 @@ form. Takes the memory of the model and two gradients, twice that in float64.
 from __future__ import annotations
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ import torch
 from onbeat.admission import positions
 from onbeat.batch.layout import Layout
 from onbeat.batch.pack import split_group
-from onbeat.device import load_model
+from onbeat.device import HOST, device, load_model, prepare_process, synchronize
 from onbeat.errors import InputError
 from onbeat.rollout.probe import probe_invariance
 from onbeat.training.forward import completion_logprobs, share_prompts, split_prompt, why_not_shared
@@ -109,7 +108,7 @@ def largest(values: Iterable[float]) -> float:
 
 
 def check_model(directory: str, say: Callable[[str], None]) -> CheckReport:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    prepare_process(0)
     model = load_model(directory)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"{type(model).__name__}, {parameters / 1e6:.1f} million parameters, {torch.get_num_threads()} threads")
@@ -184,7 +183,9 @@ class Forms:
             share_prompts(self.model)
         began = time.perf_counter()
         try:
-            return way(self.model, groups), time.perf_counter() - began
+            found = way(self.model, groups)
+            synchronize()
+            return found, time.perf_counter() - began
         finally:
             self.model.set_attn_implementation(self._own_attention)
 
@@ -226,7 +227,7 @@ def compare_shared(forms: Forms, rng: random.Random, say: Callable[[str], None])
     elif window:
         say(f"the window of {window} tokens is longer than any group tried here: what it does was not seen")
     most = positions(config.to_dict())
-    if most is None or most >= LONG_PROMPT + MOST_TOKENS:
+    if device() == HOST and (most is None or most >= LONG_PROMPT + MOST_TOKENS):
         ways = {"prompt not copied": shared_logprobs, "prompt not copied, in parts": split_logprobs}
         forms.compare([group(LONG_PROMPT)], ways)
     return speedup

@@ -9,7 +9,7 @@ from typing import Any
 import contender
 from peak import gemm_flops
 
-from onbeat.environment import importing, prepare_this_process
+from onbeat.environment import EXACT_ENVIRONMENT, importing, prepare_this_process
 
 STOP = 2
 
@@ -17,7 +17,8 @@ STOP = 2
 def prepare(settings: dict[str, Any]) -> contender.Run:
     prepare_this_process()
     if not settings.get("invariant", True):
-        del os.environ["MKL_CBWR"]
+        for name in EXACT_ENVIRONMENT:
+            del os.environ[name]
     with importing():
         import torch
 

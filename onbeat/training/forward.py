@@ -1,6 +1,6 @@
 """The forward pass of training: log-probabilities of completion tokens under one model.
 
-    shared   the body runs over the packed sequence, the head over completion positions in chunks
+    shared   the body runs over the packed sequence, the head over completion positions, some words at a time
     plain    for architectures that cannot share a prompt: the model's own forward over every completion
 
 `why_not_shared` decides once per model, by asking the model itself.

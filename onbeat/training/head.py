@@ -56,31 +56,33 @@ class _HeadLogprobs(torch.autograd.Function):
         for words in logits.blocks:
             logits_T_B = logits.of(words)
             of_target_T += _at(logits_T_B, target_T - words.start)
-            weights_T_B, largest_T = _weights(logits_T_B)
+            largest_T = _lower_by_largest(logits_T_B)
+            exps_T_B = logits_T_B.clone().exp_()
             largest.append(largest_T)
-            sums.append(weights_T_B.sum(dim=-1))
-            means.append(torch.bmm(weights_T_B[:, None], logits_T_B[:, :, None])[:, 0, 0])
-            if weights_T_B.nbytes <= room:
-                room -= weights_T_B.nbytes
-                kept.append(weights_T_B)
+            sums.append(exps_T_B.sum(dim=-1))
+            means.append(torch.bmm(exps_T_B[:, None], logits_T_B[:, :, None])[:, 0, 0])
+            if exps_T_B.nbytes <= room:
+                room -= exps_T_B.nbytes
+                kept.append(exps_T_B)
             else:
                 room = 0  # the last block may be smaller: none after one that was not kept
         largest_N_T, sum_N_T, mean_N_T = torch.stack(largest), torch.stack(sums), torch.stack(means)
         top_T = largest_N_T.amax(dim=0)
         if team is not None:
             top_T = team.largest(top_T)
-        share_N_T = (largest_N_T - top_T).exp_()
+        below_N_T = largest_N_T - top_T
+        share_N_T = below_N_T.exp()
         total_T = (share_N_T * sum_N_T).sum(dim=0)
-        mean_T = (share_N_T * mean_N_T).sum(dim=0)
+        mean_T = (share_N_T * (mean_N_T + below_N_T * sum_N_T)).sum(dim=0)
         if team is not None:
             team.sum([total_T, mean_T, of_target_T])
-        log_total_T = top_T + total_T.log()
+        log_total_T = total_T.log()  # all of it relative to the largest logit, whose size would cost digits
         ctx.save_for_backward(hidden, target_T, share_N_T / total_T, *kept)
         ctx.weight, ctx.bias, ctx.temperature, ctx.team = weight_V_H, bias_V, temperature, team
         ctx.hidden_dtype = hidden_T_H.dtype
         entropy_T = log_total_T - mean_T / total_T
         ctx.mark_non_differentiable(entropy_T)
-        return of_target_T - log_total_T, entropy_T
+        return of_target_T - top_T - log_total_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -91,12 +93,17 @@ class _HeadLogprobs(torch.autograd.Function):
         mine = _Own(weight_V_H, bias_V) if team is not None else None
         weight, bias = (mine.weight, mine.bias) if mine else (weight_V_H, bias_V)
         grad_weight = collected(weight) if weight_V_H.requires_grad else None
-        grad_bias = collected(bias) if bias_V is not None and bias_V.requires_grad else None
+        grad_bias = collected(bias) if bias is not None and bias_V.requires_grad else None
         logits = _Logits(hidden_T_H, weight_V_H, bias_V, ctx.temperature)
         for number, words in enumerate(logits.blocks):
-            weights_T_B = kept[number] if number < len(kept) else _weights(logits.of(words))[0]
+            if number < len(kept):
+                exps_T_B = kept[number]
+            else:
+                exps_T_B = logits.of(words)
+                _lower_by_largest(exps_T_B)
+                exps_T_B.exp_()
             # d logprob / d logit = (one at the target) - probability, times the gradient, over the temperature.
-            grad_T_B = weights_T_B.mul_((-scale_T * factor_N_T[number])[:, None])
+            grad_T_B = exps_T_B.mul_((-scale_T * factor_N_T[number])[:, None])
             _add_at(grad_T_B, target_T - words.start, scale_T)
             grad_rows = grad_T_B.to(hidden_T_H.dtype)
             add_product_to(grad_hidden, grad_rows, weight_V_H[words].to(hidden_T_H.dtype))
@@ -106,7 +113,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_bias[words] += grad_T_B.sum(dim=0)
         if team is not None:
             team.sum([grad_hidden])
-        own = (mine.weight.grad, mine.bias.grad) if mine else (None, None)
+        own = (mine.weight.grad, mine.bias.grad if mine.bias is not None else None) if mine else (None, None)
         return grad_hidden.to(ctx.hidden_dtype), *own, None, None, None, None, None
 
 
@@ -115,7 +122,7 @@ class _Own:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight.detach()
-        self.bias = torch.empty(0) if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +167,11 @@ class _Logits:
         return logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
 
-def _weights(logits_T_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the words, relative to that of each row's largest logit; and that logit."""
+def _lower_by_largest(logits_T_B: torch.Tensor) -> torch.Tensor:
+    """Each row, in place, by its largest; which is returned."""
     largest_T = logits_T_B.amax(dim=-1)
-    return (logits_T_B - largest_T[:, None]).exp_(), largest_T
+    logits_T_B.sub_(largest_T[:, None])
+    return largest_T
 
 
 def _at(logits_T_B: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

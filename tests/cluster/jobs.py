@@ -15,7 +15,7 @@ from onbeat.checkpoint import write_part
 from onbeat.config import Config
 from onbeat.lora import save_model
 from onbeat.protocols import UpdateReport
-from onbeat.training import merged
+from onbeat.training import head, merged
 from onbeat.training.parallel import Ranks
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -118,9 +118,9 @@ def train(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]
     return Trained(done, trainer.weights(), content, digest)
 
 
-def train_over_one_copy(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]) -> Trained:
-    """No prompt is so short that its keys would be copied for each completion."""
-    with mock.patch.object(merged, "LONG_PROMPT", 1):
+def train_as_if_large(ranks: Ranks, config: Config, model_dir: str, updates: Sequence[Packs]) -> Trained:
+    """No prompt is so short that its keys would be copied for each completion; the head has many blocks of words."""
+    with mock.patch.object(merged, "LONG_PROMPT", 1), mock.patch.object(head, "BLOCK_WORDS", 7):
         return train(ranks, config, model_dir, updates)
 
 

@@ -19,7 +19,8 @@ def test_sync_and_periodic_with_1_2_and_3_generators_end_with_the_same_weights_a
     for count in (1, 2, 3):
         run_dir = tmp_path / f"periodic-{count}"
         assert train_digests(run_dir, generator__count=count, schedule__periods=10) == sync
-        assert json.loads((run_dir / "environment.json").read_text())["exact"] is True
+        environment = json.loads((run_dir / "environment.json").read_text())
+        assert (environment["exact"], environment["shared_prompt"]) == (True, True)
 
 
 @pytest.mark.full

@@ -65,7 +65,8 @@ def test_smollm2_ends_with_the_same_weights_in_sync_and_periodic_with_two_genera
         result = onbeat.train(recipe, overrides=overrides)
         assert all(record["num_trained_tokens"] > 0 for record in result.metrics)
         assert all(record["gap_max"] < 1e-3 for record in result.metrics)
-        assert json.loads((run_dir / "environment.json").read_text())["exact"] is True
+        environment = json.loads((run_dir / "environment.json").read_text())
+        assert (environment["exact"], environment["shared_prompt"]) == (True, True)
         digests.add(run_digests(run_dir))
     assert len(digests) == 1
 
