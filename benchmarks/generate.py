@@ -5,8 +5,8 @@
 SmolLM2-135M in float32. Each cell: groups of 8 completions with lengths fixed beforehand, 8 to 56 tokens, unequal;
 random prompt tokens; twice as many sequences as may be in flight. Time is from the first prompt to the last
 token, prefill included. transformers' `generate` takes as many sequences per batch as may be in flight; continuous
-batching and vLLM refill. onbeat and vLLM do a job that is not counted before; transformers' two, which are far behind,
-do one job per cell, and ratios are those of the same jobs. vLLM is eager, with its prefix
+batching and vLLM refill. All do a job that is not counted before; transformers' two, which are far behind, do one more,
+onbeat and vLLM three, and ratios are those of the same jobs. vLLM is eager, with its prefix
 cache, threads bound to cores. None but onbeat computes log-probabilities, which is to the others' advantage. Writes
 docs/bench-generate.json.
 """

@@ -250,7 +250,7 @@ def take_turns(
     rehearsal: Figures | None = None,
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
-    start and to come up with something. Who does more than one job does the `rehearsal` before, off the record."""
+    start and to come up with something. All do the `rehearsal` before, off the record."""
     missing = [c for c in contenders if len(results.expect(cell, c, jobs)["runs"]) < min(len(jobs), c.repeats)]
     running: dict[str, Running] = {}
     try:
@@ -264,7 +264,7 @@ def take_turns(
             running[contender.process] = contender.start(cell, log)
             running[contender.process].run(warm_up | contender.job)
             results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
-            if rehearsal is not None and contender.repeats > 1:
+            if rehearsal is not None:
                 running[contender.process].run(rehearsal | contender.job)
         for number, job in enumerate(jobs):
             for contender in missing:

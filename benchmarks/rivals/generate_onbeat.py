@@ -32,9 +32,8 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
     prepare_process(settings["threads"])
     model = load_model(settings["model"])
-    if settings.get("invariant", True):
-        probe_invariance(model)  # as a generator does with its first weights
-    else:
+    invariant_rows = settings.get("invariant", True)
+    if not invariant_rows:
         admission.MIN_ROWS = cache.MIN_ROWS = engines.MIN_ROWS = 1
         cache._SHARED = invariant.NARROW = 0
         invariant._ACTIVATIONS.clear()
@@ -54,6 +53,8 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
     engine = FixedLengths(model, settings["in_flight"])
     engine.version = 0
+    if invariant_rows:
+        probe_invariance(model, (), engine.stand_ins())  # as a generator does with its first weights
 
     def run(job: dict[str, Any]) -> dict[str, Any]:
         lengths = job["lengths"]
@@ -67,14 +68,15 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
             for slot, prompt in enumerate(job["prompts"])
         ]  # fmt: skip
         engine.lengths = {_key(r, sample): lengths[r.slot][sample] for r in requests for sample in r.samples}
-        before, peak = engine.num_tokens, gemm_flops()
+        counts = len(requests) > 1  # the first job of all only tells when the first token is there
+        before, peak = engine.num_tokens, gemm_flops() if counts else 0.0
         began_s = time.perf_counter()
         for request in requests:
             engine.add(request)
         while not engine.idle:
             engine.step()
         seconds = time.perf_counter() - began_s
-        peak = (peak + gemm_flops()) / 2
+        peak = (peak + gemm_flops()) / 2 if counts else 0.0
         return {"seconds": seconds, "tokens": engine.num_tokens - before, "gemm_flops": peak}
 
     return run
