@@ -454,6 +454,7 @@ def test_the_parts_of_a_split_group_are_of_about_the_same_size() -> None:
 
 def test_a_model_that_runs_a_layer_twice_is_trained_plain_since_keys_are_kept_by_layer() -> None:
     model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("sdpa")
     assert why_not_shared(model) is None
     model.model.layers[1] = model.model.layers[0]
     assert why_not_shared(model) == (
