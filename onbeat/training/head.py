@@ -149,7 +149,8 @@ class _Logits:
     ) -> None:
         self._hidden, self._weight, self._bias, self._temperature = hidden_T_H, weight_V_H, bias_V, temperature
         self._exact = _exact(hidden_T_H.dtype)
-        num_words = min(BLOCK_WORDS, max(64, BLOCK_BYTES // (len(hidden_T_H) * self._exact.itemsize)))
+        word_bytes = max(1, len(hidden_T_H)) * self._exact.itemsize
+        num_words = min(BLOCK_WORDS, max(64, BLOCK_BYTES // word_bytes))
         last = len(weight_V_H)
         self.blocks = [slice(first, min(first + num_words, last)) for first in range(0, last, num_words)]
         self._room = torch.empty(len(hidden_T_H) * min(num_words, last), dtype=hidden_T_H.dtype)
