@@ -99,7 +99,8 @@ def code() -> str:
 def sources() -> str:
     """A digest of what is measured: the package, the contenders' scripts, and the versions they are pinned to."""
     digest = hashlib.sha256()
-    paths = [*(ROOT / "onbeat").rglob("*.py"), *RIVALS.iterdir(), ROOT / "constraints.txt", ROOT / "vllm-env.txt"]
+    code = [path for kind in ("*.py", "*.c") for path in (ROOT / "onbeat").rglob(kind)]
+    paths = [*code, *RIVALS.iterdir(), ROOT / "constraints.txt", ROOT / "vllm-env.txt"]
     for path in sorted(path for path in paths if path.is_file()):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]

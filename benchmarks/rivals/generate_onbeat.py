@@ -35,7 +35,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     invariant_rows = settings.get("invariant", True)
     if not invariant_rows:
         admission.MIN_ROWS = cache.MIN_ROWS = engines.MIN_ROWS = 1
-        cache._SHARED = invariant.NARROW = 0
+        cache._SHARED = 0
         invariant._ACTIVATIONS.clear()
 
     class FixedLengths(Engine):

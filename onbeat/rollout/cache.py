@@ -22,8 +22,8 @@ tests/equivalence/test_batch_invariance.py holds this, because it rests on the l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 
 from onbeat.admission import MIN_ROWS
 from onbeat.attention import attend, causal_mask, refuse_unsupported
+from onbeat.rollout.fused import Fused, fits
 
 CHUNK_TOKENS = 128
 _SHARED = 1024
@@ -71,45 +72,26 @@ class GroupCache:
     """
 
     def __init__(self, shape: CacheShape, prompt_length: int, num_samples: int, max_new_tokens: int) -> None:
-        self.num_heads, dim = shape.num_heads, shape.dim
+        self.num_heads = shape.num_heads
         self.prompt_length = prompt_length
         self.length = 0
         """Own tokens whose keys are here; the same for every sample."""
         self.num_samples = num_samples
         """That go on: the first rows, in the order of the samples. Further rows are filling."""
         self.rows = max(num_samples, MIN_ROWS)
-        layers = range(shape.num_layers)
-        self.prompt = [torch.empty(2, self.num_heads, prompt_length, dim, dtype=shape.dtype).unbind() for _ in layers]
-        sizes = (2, self.num_heads, self.rows, max_new_tokens, dim)
-        self.own = [Own.of(torch.empty(sizes, dtype=shape.dtype)) for _ in layers]
+        prefix, dtype = (shape.num_layers, 2, shape.num_heads), shape.dtype
+        self.prompt = torch.empty(*prefix, prompt_length, shape.dim, dtype=dtype)
+        """Keys and values, [layers, 2, K, P, D]."""
+        self.own = torch.empty(*prefix, self.rows, max_new_tokens, shape.dim, dtype=dtype)
+        """[layers, 2, K, rows, R, D]"""
 
     def keep(self, samples: list[int]) -> None:
         """Only these of the samples go on, by their places among those that did until now."""
         self.num_samples, rows = len(samples), max(len(samples), MIN_ROWS)
         taken = torch.tensor(samples + samples[:1] * (rows - len(samples)))
-        for layer, own in enumerate(self.own):
-            smaller = own.memory.new_empty(2, self.num_heads, rows, *own.memory.shape[3:])
-            smaller[:, :, :, : self.length] = own.memory[:, :, taken, : self.length]
-            self.own[layer] = Own.of(smaller)
-        self.rows = rows
-
-
-class Own(NamedTuple):
-    """What the samples of a group have written, in one layer: the same memory, as it is written and as it is read."""
-
-    memory: torch.Tensor
-    """[2, K, rows, R, D]"""
-    k_KTRD: torch.Tensor
-    v_KTRD: torch.Tensor
-    keys: torch.Tensor
-    """[K * rows, D, R]"""
-    values: torch.Tensor
-    """[K * rows, R, D]"""
-
-    @classmethod
-    def of(cls, memory: torch.Tensor) -> Own:
-        k_KTRD, v_KTRD = memory.unbind()
-        return cls(memory, k_KTRD, v_KTRD, k_KTRD.flatten(0, 1).mT, v_KTRD.flatten(0, 1))
+        smaller = self.own.new_empty(*self.own.shape[:3], rows, *self.own.shape[4:])
+        smaller[..., : self.length, :] = self.own[..., : self.length, :].index_select(3, taken)
+        self.own, self.rows = smaller, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +110,7 @@ class Chunk:
         self, layer: int, q_HTD: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor, window: int | None,
         masks: dict[Any, torch.Tensor], out_THD: torch.Tensor,
     ) -> None:  # fmt: skip
-        keys, values = self.cache.prompt[layer]
+        keys, values = self.cache.prompt[layer].unbind()
         keys[:, self.first : self.last] = k_KTD
         values[:, self.first : self.last] = v_KTD
         seen = slice(0 if window is None else max(0, self.first - window + 1), self.last)
@@ -158,20 +140,21 @@ class Tokens:
         masks: dict[Any, torch.Tensor], out_THD: torch.Tensor,
     ) -> None:  # fmt: skip
         """One softmax over the shared prompt's keys and the sample's own."""
-        cache, own, at = self.cache, self.cache.own[layer], self.cache.length
+        cache, at = self.cache, self.cache.length
+        k_KTRD, v_KTRD = cache.own[layer].unbind()
         heads, rows, num_samples, dim = cache.num_heads, cache.rows, cache.num_samples, q_HTD.shape[2]
         if num_samples < rows:
             q_HTD, k_KTD, v_KTD = (F.pad(one, (0, 0, 0, rows - num_samples)) for one in (q_HTD, k_KTD, v_KTD))
-        own.k_KTRD[:, :, at].copy_(k_KTD)
-        own.v_KTRD[:, :, at].copy_(v_KTD)
+        k_KTRD[:, :, at].copy_(k_KTD)
+        v_KTRD[:, :, at].copy_(v_KTD)
         q = q_HTD.view(heads, -1, rows, dim).transpose(1, 2).reshape(heads * rows, -1, dim)
         # A row of these products is a sample's head that reads, with a head of keys and values it reads from.
         first = 0 if window is None else max(0, at - window + 1)
-        own_v = own.values[:, first : at + 1]
-        scores = torch.bmm(q, own.keys[:, :, first : at + 1])
+        own_k, own_v = (one.flatten(0, 1)[:, first : at + 1] for one in (k_KTRD, v_KTRD))
+        scores = torch.bmm(q, own_k.mT)
         seen = cache.prompt_length if window is None else min(cache.prompt_length, max(0, window - 1 - at))
         if seen:
-            prompt_k, prompt_v = cache.prompt[layer]
+            prompt_k, prompt_v = cache.prompt[layer].unbind()
             if seen < cache.prompt_length:
                 prompt_k, prompt_v = (one[:, cache.prompt_length - seen :] for one in (prompt_k, prompt_v))
             products = (heads, rows * q.shape[1])
@@ -192,23 +175,32 @@ class Tokens:
         out_THD.view(num_samples, heads, -1, dim).copy_(out_KTQD.transpose(0, 1))
 
 
-@dataclass(slots=True)
 class Step:
     """What the tokens of one forward are, in their order; tokens beyond are filling."""
 
-    parts: list[Chunk | Tokens]
-    _masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, samples: list[Tokens], chunks: list[Chunk]) -> None:
+        """First the samples' tokens, then the prompts'."""
+        self.samples = samples
+        self._parts: list[Tokens | Chunk] = [*samples, *chunks]
+        self._fused: Fused | None = None
+        self._masks: dict[Any, torch.Tensor] = {}
+        if samples and fits(samples[0].cache.own):
+            self._fused, self._parts = Fused([one.cache for one in samples]), list(chunks)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
     ) -> torch.Tensor:
         """query [1, heads, N, dim], key and value [1, kv heads, N, dim] → [1, N, heads, dim]."""
-        q_HND, k_KND, v_KND = query[0] * scale, key[0], value[0]
+        q_HND, k_KND, v_KND = query[0], key[0], value[0]
         out_NHD = torch.empty_like(q_HND.transpose(0, 1), memory_format=torch.contiguous_format)
         at = 0
-        for part in self.parts:
+        if self._fused is not None:
+            self._fused.attend(layer, q_HND, k_KND, v_KND, scale, window, out_NHD)
+            at = self._fused.num_tokens
+        for part in self._parts:
             mine = slice(at, at + part.num_tokens)
-            part.attend(layer, q_HND[:, mine], k_KND[:, mine], v_KND[:, mine], window, self._masks, out_NHD[mine])
+            q_HTD = q_HND[:, mine] * scale
+            part.attend(layer, q_HTD, k_KND[:, mine], v_KND[:, mine], window, self._masks, out_NHD[mine])
             at = mine.stop
         out_NHD[at:] = 0.0
         return out_NHD[None]

@@ -24,6 +24,7 @@ from onbeat.attention import heard_by_attention, why_not_attended
 from onbeat.errors import InputError, UndecodableError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
+from onbeat.rollout.fused import fits
 from onbeat.rollout.invariant import StandIn, stand_ins, standing_in, unchanging
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
@@ -178,6 +179,12 @@ class Engine:
         self._version = version
         self._stand_ins, self._packed = unchanging(self._stand_ins), False  # first the memory is given back
 
+    @property
+    def attention(self) -> str:
+        """By what it is computed for samples: the two ways round differently."""
+        fused = fits(GroupCache(self._shape, 1, 1, 1).own)
+        return "fused" if fused else "by operations"
+
     def stand_ins(self) -> list[StandIn]:
         """For the current version."""
         if not self._packed:
@@ -239,20 +246,17 @@ class Engine:
 
     def _forward(self, chunks: list[tuple[_Group, Chunk]], decoding: list[_Group]) -> None:
         """One forward; every prompt that is complete and every decoding sample gets its next token."""
-        parts: list[Chunk | Tokens] = []
         token_ids: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []  # tokens whose logits are wanted
         takers: list[tuple[_Sequence, int]] = []  # and who samples from which of them
         for group in decoding:
-            parts.append(Tokens(group.cache))
             for sequence in group.sequences:
                 takers.append((sequence, len(wanted)))
                 wanted.append(len(token_ids))
                 token_ids.append(sequence.token_ids[-1])
                 positions.append(group.cache.prompt_length + group.cache.length)
         for group, chunk in chunks:
-            parts.append(chunk)
             token_ids += group.request.token_ids[chunk.first : chunk.last]
             positions += range(chunk.first, chunk.last)
             if chunk.last == len(group.request.token_ids):
@@ -266,7 +270,7 @@ class Engine:
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.tensor([positions]),
                 use_cache=False,
-                cache_step=Step(parts),
+                cache_step=Step([Tokens(group.cache) for group in decoding], [chunk for _, chunk in chunks]),
                 logits_to_keep=torch.tensor(wanted),
             )
         for group in decoding:

@@ -1,17 +1,16 @@
 """Layers that stand in for the model's own during a forward of the engine, so that a row of a result depends on that
 row alone (R1), for any number of rows and threads. The model is not changed.
 
-    narrow linear layers   the matrix library chooses its kernel, and bits with it, by rows and threads as long as the
-                           output is not wider than some 12 columns per thread. oneDNN with packed weights does not.
-    wide linear layers     the head above all: with few rows the matrix library spends much of its time on rearranging
-                           weights that have not changed. Packed once per version, they take 8 to 12 % less time with
-                           up to 64 rows, the head a quarter to a half; others gain nothing.
+    linear layers          the matrix library chooses its kernel, and bits with it, by rows and threads where the output
+                           is not wider than some 12 columns per thread; and with few rows it spends much of its time
+                           on rearranging weights that have not changed. oneDNN with weights packed once per version
+                           does neither: a tenth faster as a whole on one thread, and nothing lost on two.
     activations            torch computes what does not fill a vector register by another function, which rounds
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
 
-Packed weights are a second copy: of SmolLM2-135M two thirds of the model, made anew for every version in the memory of
-the last one; under LoRA once, and the adapter's anew.
+Packed weights are a second copy of these layers, made anew for every version in the memory of the last one; under LoRA
+once, and the adapter's anew.
 Only in float32 on a CPU, where these were found (tests/equivalence/test_batch_invariance.py).
 """
 
@@ -27,15 +26,13 @@ import torch
 from transformers import activations
 
 _EXPECTED_ROWS = 32
-NARROW = 512
-"""Columns up to which a linear layer is packed: enough for forty threads, and for LoRA's usual ranks. Not by the number
-of threads there are: machines must agree."""
+_PACKED: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear,)
 
 
 class Packed:
     """What a linear layer computes with the weights it has now."""
 
-    def __init__(self, dense: torch.nn.Linear) -> None:
+    def __init__(self, dense: Any) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(dense.weight.detach(), _EXPECTED_ROWS)
         self._bias = dense.bias
 
@@ -81,7 +78,7 @@ def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
     for layer in model.modules():
         if layer in before:
             found.append(before[layer])
-        elif type(layer) is torch.nn.Linear and (layer.out_features <= NARROW or _is_wide(layer)):
+        elif type(layer) in _PACKED:
             found.append(StandIn(layer, Packed(layer)))
         elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
             found.append(StandIn(layer, activation))
@@ -91,10 +88,6 @@ def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
 def unchanging(others: Sequence[StandIn]) -> list[StandIn]:
     """Those of layers that are not trained."""
     return [other for other in others if not any(p.requires_grad for p in other.layer.parameters())]
-
-
-def _is_wide(layer: torch.nn.Linear) -> bool:
-    return layer.out_features >= 2 * layer.in_features
 
 
 def _have_onednn() -> bool:

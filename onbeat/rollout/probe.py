@@ -19,7 +19,7 @@ from onbeat.attention import heard_by_attention
 from onbeat.device import HOST, device
 from onbeat.errors import UndecodableError
 from onbeat.lora import some_addition, with_values
-from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, GroupCache, Tokens
+from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, GroupCache, Step, Tokens
 from onbeat.rollout.engine import Engine, refuse_undecodable
 from onbeat.rollout.invariant import StandIn, stand_ins, unchanging
 from onbeat.types import Completion, GroupRequest, Sampling
@@ -89,14 +89,11 @@ class FarInto:
 
     def attend(self, samples: list[int], window: int | None = None) -> torch.Tensor:
         cache = GroupCache(self._shape, FAR_PROMPT, len(samples), self.length + 1)
-        for kept, mine in zip(cache.prompt[0], self._prompt, strict=True):
-            kept.copy_(mine)
-        cache.own[0].memory[:, :, : len(samples), : self.length] = self._own[:, :, samples]
+        cache.prompt[0] = self._prompt
+        cache.own[0, :, :, : len(samples), : self.length] = self._own[:, :, samples]
         cache.length = self.length
-        key, value = self._new[:, :, samples]
-        out_THD = torch.empty_like(self._query[:, samples].transpose(0, 1), memory_format=torch.contiguous_format)
-        Tokens(cache).attend(0, self._query[:, samples], key, value, window, {}, out_THD)
-        return out_THD
+        key, value = self._new[:, None, :, samples]
+        return Step([Tokens(cache)], []).attend(0, self._query[None, :, samples], key, value, 1.0, window)[0]
 
 
 def _windows(model: Any) -> set[int | None]:

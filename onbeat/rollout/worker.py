@@ -94,6 +94,10 @@ class GeneratorWorker:
     def version(self) -> int:
         return self._engine.version
 
+    @property
+    def attention(self) -> str:
+        return self._engine.attention
+
     def run(self) -> None:
         while True:
             while self._engine.idle or self._channel.poll():
@@ -226,7 +230,7 @@ def main(
         add_adapter(model, config.lora, config.seed)
         worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
         started(worker)
-        channel.send(GeneratorReady(worker.room, fingerprint()))
+        channel.send(GeneratorReady(worker.room, f"{fingerprint()}, attention {worker.attention}"))
         worker.run()
     except NumbersError:
         with suppress(OSError):

@@ -1,0 +1,104 @@
+"""Attention of all samples being decoded as one call per layer, by attend.c: instead of a dozen small operations of
+torch for every group, which on a CPU cost more in being called than in computing.
+
+It is there where it could be compiled when onbeat was installed, and where the processor has AVX2; for float32 in host
+memory, heads of a multiple of 8 numbers. Everywhere else `Tokens.attend` (cache.py) computes the same with torch's
+operations, group by group, and other bits: `arithmetic.fingerprint` tells who has which.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from onbeat.rollout.cache import GroupCache
+
+_VECTOR = 8
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        ("prompt", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("prompt_length", "rows", "capacity", "length", "num_samples", "first")),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
+
+    @classmethod
+    def of(cls, rows_HND: torch.Tensor) -> _Rows:
+        head, token, number = rows_HND.stride()
+        assert number == 1
+        return cls(rows_HND.data_ptr(), head, token)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layer", "heads", "per_head", "dim", "window")),
+        ("scale", ctypes.c_float),
+        *((name, _Rows) for name in ("q", "k", "v")),
+        ("out", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def _function() -> Any | None:
+    """The compiled one, or None where there is none."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    found = importlib.util.find_spec("onbeat.rollout._attend")
+    if found is None or found.origin is None:
+        return None
+    try:
+        function = ctypes.CDLL(found.origin).onbeat_attend
+    except OSError:  # its OpenMP is not there
+        return None
+    function.argtypes = (ctypes.POINTER(_Group), ctypes.c_int64, ctypes.POINTER(_Call))
+    function.restype = None
+    return function
+
+
+def available() -> bool:
+    return _function() is not None
+
+
+def fits(own: torch.Tensor) -> bool:
+    """Whether it computes with such a cache."""
+    return own.dtype == torch.float32 and own.device.type == "cpu" and own.shape[-1] % _VECTOR == 0 and available()
+
+
+class Fused:
+    """The samples of one step, in the order of their tokens, from the first on."""
+
+    def __init__(self, caches: Sequence[GroupCache]) -> None:
+        self._caches = caches  # whose memory is pointed to
+        self._groups = (_Group * len(caches))()
+        self.num_tokens = 0
+        for group, cache in zip(self._groups, caches, strict=True):
+            rows, capacity = cache.own.shape[3:5]
+            group.prompt, group.own = cache.prompt.data_ptr(), cache.own.data_ptr()
+            group.prompt_length, group.rows, group.capacity = cache.prompt_length, rows, capacity
+            group.length, group.num_samples, group.first = cache.length, cache.num_samples, self.num_tokens
+            self.num_tokens += cache.num_samples
+
+    def attend(
+        self, layer: int, q_HND: torch.Tensor, k_KND: torch.Tensor, v_KND: torch.Tensor, scale: float,
+        window: int | None, out_NHD: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Keys and values of the tokens go into the caches; what they attend to comes into `out_NHD`."""
+        num_heads, dim = len(k_KND), q_HND.shape[-1]
+        call = _Call(
+            layer, num_heads, len(q_HND) // num_heads, dim, window or 0, scale,
+            _Rows.of(q_HND), _Rows.of(k_KND), _Rows.of(v_KND), out_NHD.data_ptr(),
+        )  # fmt: skip
+        function = _function()
+        assert function is not None
+        function(self._groups, len(self._caches), call)
