@@ -147,4 +147,4 @@ picture: setup
 	$(BIN)/python docs/draw_overlap.py
 
 clean:
-	rm -rf .venv .vllm .rivals runs
+	rm -rf .venv .vllm .rivals runs onbeat/rollout/*.so

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -248,10 +248,10 @@ def take_turns(
     jobs: Sequence[Figures],
     warm_up: Figures,
     logs: Path,
-    rehearsal: Figures | None = None,
+    rehearsal: Callable[[Contender], Figures] | None = None,
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
-    start and to come up with something. All do the `rehearsal` before, off the record."""
+    start and to come up with something. All do their `rehearsal` before, off the record."""
     missing = [c for c in contenders if len(results.expect(cell, c, jobs)["runs"]) < min(len(jobs), c.repeats)]
     running: dict[str, Running] = {}
     try:
@@ -266,7 +266,7 @@ def take_turns(
             running[contender.process].run(warm_up | contender.job)
             results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
             if rehearsal is not None:
-                running[contender.process].run(rehearsal | contender.job)
+                running[contender.process].run(rehearsal(contender) | contender.job)
         for number, job in enumerate(jobs):
             for contender in missing:
                 if len(results.of(cell, contender.name)["runs"]) <= number < contender.repeats:

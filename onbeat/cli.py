@@ -298,6 +298,7 @@ def _describe(config: Config) -> str:
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
         f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_trainer_threads(config.trainer, cores)}",
         f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
+        *([_attention()] if config.generator.backend == "embedded" else []),
         *_concurrency(config, directory),
         f"rewards      {config.reward.workers} processes, {config.reward.timeout_s:g} s a call",
         f"cores        {cores}",
@@ -337,6 +338,16 @@ def _generator_threads(config: Config, cores: int) -> str:
     return (
         f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works: decoding gains "
         "less from more cores than training does"
+    )
+
+
+def _attention() -> str:
+    from onbeat.compiled import compiled_attention
+
+    if compiled_attention():
+        return "attention    compiled: one call per layer for all samples"
+    return (
+        "attention    by torch's operations, SLOWER: no compiler was there when onbeat was installed (docs/install.md)"
     )
 
 

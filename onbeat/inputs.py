@@ -1,8 +1,8 @@
 """What a run's bits rest on beside its recipe: data, model, rewards, processor, threads, libraries. No torch.
 
 Kept in every checkpoint. A run that is resumed with other data or another model would be another run, and is refused;
-with other rewards, another loss or advantage of one's own, other threads, libraries or another processor it goes on,
-and is told that it may not be the same run.
+with other rewards, another loss or advantage of one's own, other threads, libraries, another processor or a generator
+compiled otherwise it goes on, and is told that it may not be the same run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from onbeat.compiled import compiled_attention
 from onbeat.config import Config, TrainerConfig
 from onbeat.errors import CheckpointError
 from onbeat.types import Prompt
@@ -30,6 +31,7 @@ def inputs_of(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prom
         "held_out": _digest(held_out),
         "model": model_digest(model_dir),
         "processor": processor(),
+        "attention": "compiled" if compiled_attention() else "by torch's operations",
         "threads": str(config.trainer.threads or len(os.sched_getaffinity(0))),
         "ranks": layout_of(config.trainer),
         "rewards": _files(function.path for function in config.reward.functions),

@@ -15,10 +15,13 @@
 
 enum { VECTOR = 8, KEY_TILE = 64, MAX_QUERIES = 32 };
 
+/* What fused.py was written for; to be raised with every change of what follows, or of a bit of the results. */
+const int64_t onbeat_attend_version = 1;
+
 /* As fused.py fills it in: one per group. */
 typedef struct {
     const float *prompt; /* [layers, 2, heads, prompt_length, dim] */
-    float *own;          /* [layers, 2, heads, rows, capacity, dim] */
+    float *const *own;   /* of every layer: [2, heads, rows, capacity, dim] */
     int64_t prompt_length, rows, capacity;
     int64_t length;      /* own tokens that are there already */
     int64_t num_samples; /* that get one more */
@@ -31,19 +34,17 @@ typedef struct {
     int64_t head, token;
 } Rows;
 
-static inline float *rounded(float *at) { return (float *)(((uintptr_t)at + 63) & ~(uintptr_t)63); }
-
 /* Kept by each thread for the next call. */
 static float *workspace(size_t count) {
     static _Thread_local float *memory = NULL;
     static _Thread_local size_t size = 0;
     if (size < count) {
         free(memory);
-        memory = malloc((count + 16) * sizeof(float));
+        size = 2 * count;
+        memory = malloc(size * sizeof(float));
         if (!memory) abort();
-        size = count;
     }
-    return rounded(memory);
+    return memory;
 }
 
 static inline __m128 sums_of(__m256 a, __m256 b, __m256 c, __m256 d) {
@@ -75,7 +76,7 @@ static inline __attribute__((always_inline)) void score(const int pair, const fl
 static inline __attribute__((always_inline)) void gather(const int pair, const int width, const float *weights,
                                                          int64_t weight_stride, const float *values, int64_t count,
                                                          int64_t dim, float *out) {
-    __m256 sum[2][8];
+    __m256 sum[2][4];
     for (int p = 0; p < pair; p++)
         for (int i = 0; i < width; i++) sum[p][i] = _mm256_loadu_ps(out + p * dim + i * VECTOR);
     for (int64_t j = 0; j < count; j++) {
@@ -156,12 +157,11 @@ static void attend_block(const Call *call, const Group *group, int64_t head, int
     const float *prompt_k = group->prompt + (call->layer * 2 * call->heads + head) * prompt_size +
                             (group->prompt_length - seen) * dim;
     const float *prompt_v = prompt_k + call->heads * prompt_size;
-    const float *own_k = group->own + ((call->layer * 2 * call->heads + head) * group->rows + sample) * row_size +
-                         own_first * dim;
+    const float *own_k = group->own[call->layer] + (head * group->rows + sample) * row_size + own_first * dim;
     const float *own_v = own_k + call->heads * group->rows * row_size;
 
     const int64_t num = count * per_head, even = (num + 1) / 2 * 2;
-    const int64_t stride = (seen + own + VECTOR + 3) / VECTOR * VECTOR + VECTOR;
+    const int64_t stride = (seen + own + 3) / VECTOR * VECTOR + VECTOR; /* up to 3 more are written */
     float *q = workspace((size_t)(even * (2 * dim + stride)));
     float *out = q + even * dim, *scores = out + even * dim;
     for (int64_t n = 0; n < even; n++) {
@@ -196,7 +196,7 @@ static void attend_block(const Call *call, const Group *group, int64_t head, int
 static void append(const Call *call, const Group *group, int64_t head) {
     const size_t size = (size_t)call->dim * sizeof(float);
     const int64_t row_size = group->capacity * call->dim;
-    float *keys = group->own + (call->layer * 2 * call->heads + head) * group->rows * row_size + group->length * call->dim;
+    float *keys = group->own[call->layer] + head * group->rows * row_size + group->length * call->dim;
     float *values = keys + call->heads * group->rows * row_size;
     for (int64_t sample = 0; sample < group->num_samples; sample++) {
         const int64_t token = group->first + sample;

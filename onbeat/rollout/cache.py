@@ -14,9 +14,11 @@ tokens alone, so:
 - a prompt is cut into chunks at multiples of CHUNK_TOKENS, counted from its start;
 - samples of a group start together and are always of the same length: no key is padded, nothing is masked;
 - at least MIN_ROWS rows go through every matrix product whose rows are counted by samples: fewer take another kernel.
-  (A sample's products with its own keys have a row per head that shares them: that is the model's, not the batch's.)
-- samples share a product with their prompt's keys if it is large whatever their number, else each has its own: a small
-  product, or one product instead of one per head of keys, takes another kernel with more rows.
+- attention of samples is computed by a function made for it (attend.c), in which a query stands alone. Where that is
+  not there it is made of torch's products, which must not tell: a sample's products with its own keys have a row per
+  head that shares them, which is the model's and not the batch's; samples share a product with their prompt's keys if
+  it is large whatever their number, else each has its own: a small product, or one product instead of one per head of
+  keys, takes another kernel with more rows.
 tests/equivalence/test_batch_invariance.py holds this, because it rests on the libraries' kernels.
 """
 
@@ -82,16 +84,19 @@ class GroupCache:
         prefix, dtype = (shape.num_layers, 2, shape.num_heads), shape.dtype
         self.prompt = torch.empty(*prefix, prompt_length, shape.dim, dtype=dtype)
         """Keys and values, [layers, 2, K, P, D]."""
-        self.own = torch.empty(*prefix, self.rows, max_new_tokens, shape.dim, dtype=dtype)
-        """[layers, 2, K, rows, R, D]"""
+        sizes = (*prefix[1:], self.rows, max_new_tokens, shape.dim)
+        self.own = [torch.empty(sizes, dtype=dtype) for _ in range(shape.num_layers)]
+        """Of every layer, [2, K, rows, R, D]: layer by layer, so that moving them takes little more memory."""
 
     def keep(self, samples: list[int]) -> None:
         """Only these of the samples go on, by their places among those that did until now."""
         self.num_samples, rows = len(samples), max(len(samples), MIN_ROWS)
         taken = torch.tensor(samples + samples[:1] * (rows - len(samples)))
-        smaller = self.own.new_empty(*self.own.shape[:3], rows, *self.own.shape[4:])
-        smaller[..., : self.length, :] = self.own[..., : self.length, :].index_select(3, taken)
-        self.own, self.rows = smaller, rows
+        for layer, own in enumerate(self.own):
+            smaller = own.new_empty(2, self.num_heads, rows, *own.shape[3:])
+            smaller[..., : self.length, :] = own[..., : self.length, :].index_select(2, taken)
+            self.own[layer] = smaller
+        self.rows = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ class Step:
         self._parts: list[Tokens | Chunk] = [*samples, *chunks]
         self._fused: Fused | None = None
         self._masks: dict[Any, torch.Tensor] = {}
-        if samples and fits(samples[0].cache.own):
+        if samples and fits(samples[0].cache.own[0]):
             self._fused, self._parts = Fused([one.cache for one in samples]), list(chunks)
 
     def attend(

@@ -24,7 +24,6 @@ from onbeat.attention import heard_by_attention, why_not_attended
 from onbeat.errors import InputError, UndecodableError
 from onbeat.keyed import sequence_key, uniform
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, Chunk, GroupCache, Step, Tokens
-from onbeat.rollout.fused import fits
 from onbeat.rollout.invariant import StandIn, stand_ins, standing_in, unchanging
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import Decode, ends_with_stop, no_text
@@ -178,12 +177,6 @@ class Engine:
     def version(self, version: int) -> None:
         self._version = version
         self._stand_ins, self._packed = unchanging(self._stand_ins), False  # first the memory is given back
-
-    @property
-    def attention(self) -> str:
-        """By what it is computed for samples: the two ways round differently."""
-        fused = fits(GroupCache(self._shape, 1, 1, 1).own)
-        return "fused" if fused else "by operations"
 
     def stand_ins(self) -> list[StandIn]:
         """For the current version."""

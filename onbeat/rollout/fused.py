@@ -3,23 +3,27 @@ torch for every group, which on a CPU cost more in being called than in computin
 
 It is there where it could be compiled when onbeat was installed, and where the processor has AVX2; for float32 in host
 memory, heads of a multiple of 8 numbers. Everywhere else `Tokens.attend` (cache.py) computes the same with torch's
-operations, group by group, and other bits: `arithmetic.fingerprint` tells who has which.
+operations, group by group, and other bits: a generator's fingerprint tells who has which (probe.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onbeat.compiled import compiled_attention
+
 if TYPE_CHECKING:
     from onbeat.rollout.cache import GroupCache
 
 _VECTOR = 8
+_VERSION = 1
+"""Of attend.c: its structures, and its bits."""
 
 
 class _Group(ctypes.Structure):
@@ -36,7 +40,7 @@ class _Rows(ctypes.Structure):
     @classmethod
     def of(cls, rows_HND: torch.Tensor) -> _Rows:
         head, token, number = rows_HND.stride()
-        assert number == 1
+        assert (number, rows_HND.dtype) == (1, torch.float32)
         return cls(rows_HND.data_ptr(), head, token)
 
 
@@ -52,15 +56,17 @@ class _Call(ctypes.Structure):
 @functools.cache
 def _function() -> Any | None:
     """The compiled one, or None where there is none."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return None
-    found = importlib.util.find_spec("onbeat.rollout._attend")
-    if found is None or found.origin is None:
+    path = compiled_attention()
+    if path is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
     try:
-        function = ctypes.CDLL(found.origin).onbeat_attend
-    except OSError:  # its OpenMP is not there
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        warnings.warn(f"attention is slower than it could be: {path} cannot be loaded ({error})", stacklevel=2)
         return None
+    if (found := ctypes.c_int64.in_dll(library, "onbeat_attend_version").value) != _VERSION:
+        raise RuntimeError(f"{path} is of version {found} of attend.c, not {_VERSION}: install onbeat again")
+    function = library.onbeat_attend
     function.argtypes = (ctypes.POINTER(_Group), ctypes.c_int64, ctypes.POINTER(_Call))
     function.restype = None
     return function
@@ -79,12 +85,16 @@ class Fused:
     """The samples of one step, in the order of their tokens, from the first on."""
 
     def __init__(self, caches: Sequence[GroupCache]) -> None:
-        self._caches = caches  # whose memory is pointed to
         self._groups = (_Group * len(caches))()
+        self._kept = []  # what is pointed to
+        self._num_layers = len(caches[0].own)
         self.num_tokens = 0
         for group, cache in zip(self._groups, caches, strict=True):
-            rows, capacity = cache.own.shape[3:5]
-            group.prompt, group.own = cache.prompt.data_ptr(), cache.own.data_ptr()
+            own = (ctypes.c_void_p * len(cache.own))(*(layer.data_ptr() for layer in cache.own))
+            self._kept.append((cache.prompt, list(cache.own), own))
+            rows, capacity = cache.own[0].shape[2:4]
+            assert cache.length < capacity
+            group.prompt, group.own = cache.prompt.data_ptr(), ctypes.addressof(own)
             group.prompt_length, group.rows, group.capacity = cache.prompt_length, rows, capacity
             group.length, group.num_samples, group.first = cache.length, cache.num_samples, self.num_tokens
             self.num_tokens += cache.num_samples
@@ -94,11 +104,13 @@ class Fused:
         window: int | None, out_NHD: torch.Tensor,
     ) -> None:  # fmt: skip
         """Keys and values of the tokens go into the caches; what they attend to comes into `out_NHD`."""
+        q_HND, k_KND, v_KND = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (q_HND, k_KND, v_KND))
         num_heads, dim = len(k_KND), q_HND.shape[-1]
+        assert layer < self._num_layers
         call = _Call(
             layer, num_heads, len(q_HND) // num_heads, dim, window or 0, scale,
             _Rows.of(q_HND), _Rows.of(k_KND), _Rows.of(v_KND), out_NHD.data_ptr(),
         )  # fmt: skip
         function = _function()
         assert function is not None
-        function(self._groups, len(self._caches), call)
+        function(self._groups, len(self._groups), call)

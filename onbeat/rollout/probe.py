@@ -7,6 +7,7 @@ that no bit of a sequence depends on its batch, nor on the number of threads.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -90,10 +91,17 @@ class FarInto:
     def attend(self, samples: list[int], window: int | None = None) -> torch.Tensor:
         cache = GroupCache(self._shape, FAR_PROMPT, len(samples), self.length + 1)
         cache.prompt[0] = self._prompt
-        cache.own[0, :, :, : len(samples), : self.length] = self._own[:, :, samples]
+        cache.own[0][:, :, : len(samples), : self.length] = self._own[:, :, samples]
         cache.length = self.length
         key, value = self._new[:, None, :, samples]
         return Step([Tokens(cache)], []).attend(0, self._query[None, :, samples], key, value, 1.0, window)[0]
+
+
+def attention_fingerprint(model: Any) -> str:
+    """Equal where attention over a cache gives equal bits (arithmetic.py): compiled, or by torch's operations."""
+    step = FarInto(CacheShape.of(model), model.config.get_text_config().num_attention_heads, length=FAR_PROMPT)
+    attended = step.attend(list(range(FAR_SAMPLES)))
+    return hashlib.sha256(attended.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _windows(model: Any) -> set[int | None]:

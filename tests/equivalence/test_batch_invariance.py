@@ -39,6 +39,7 @@ from onbeat.errors import UndecodableError
 from onbeat.rollout import cache
 from onbeat.rollout.cache import CacheShape, Step
 from onbeat.rollout.engine import Engine
+from onbeat.rollout.fused import available
 from onbeat.rollout.invariant import Packed, gelu, gelu_tanh, silu, stand_ins
 from onbeat.rollout.probe import FarInto, probe_invariance
 from onbeat.types import Completion, GroupRequest
@@ -87,6 +88,8 @@ def attending(how: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if how == "by operations":
             patch.setattr(cache, "fits", lambda own: False)
+        else:
+            assert available()
         yield
 
 
