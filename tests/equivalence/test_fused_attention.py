@@ -3,6 +3,8 @@ says in float64."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,8 +82,8 @@ def test_it_is_the_attention_of_torchs_operations_and_of_the_formula(
         torch.set_num_threads(before)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "fits", lambda own: False)
-        torch.testing.assert_close(fused, attend(theirs), atol=3e-5, rtol=1e-4)
-    torch.testing.assert_close(fused.double(), formula(ours, query, key, value, window), atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(fused, attend(theirs), atol=2e-5 * spread, rtol=1e-4)  # scores are so much larger
+    torch.testing.assert_close(fused.double(), formula(ours, query, key, value, window), atol=2e-5 * spread, rtol=1e-4)
     for one, other in zip(ours, theirs, strict=True):
         for layer, length in ((1, one.length + 1), (0, one.length)):  # the other layer's are left alone
             written = (slice(None), slice(None), slice(one.num_samples), slice(length))
@@ -122,7 +124,7 @@ def test_numbers_that_are_none_are_not_hidden() -> None:
 def test_both_ways_give_every_model_the_same_log_probabilities(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_model(architecture)
+    model = copy.deepcopy(tiny_model(architecture))
     wanted = request(0, tuple(range(2, 50)), 5, sampling(30, temperature=0.0))
     fused = generate_alone(model, wanted)
     digest = attention_fingerprint(model)
