@@ -2,8 +2,8 @@
 
     .venv/bin/python benchmarks/props.py
 
-For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; with oneDNN's and torch's kernels for all that the
-processor knows (nothing new, unless it has AVX-512); without at least 4 rows in a product; with prompts cut into chunks
+For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; with torch's own kernels for all that the processor
+knows (nothing new, unless it has AVX-512); without at least 4 rows in a product; with prompts cut into chunks
 anywhere; with every product over a prompt's keys shared by the samples; with linear layers or activations as torch
 computes them. Attention is by torch's operations: the compiled one needs no props (attend.c). A schedule is a handful
 of groups arriving at random moments, as in tests/equivalence/test_batch_invariance.py; every other one is of a model
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROPS = (
     "everything",
     "no MKL_CBWR",
-    "the processor's best kernels",
+    "torch's best kernels",
     "no 4 rows",
     "chunks anywhere",
     "small products shared",
@@ -42,7 +42,7 @@ def main() -> int:
         for prop in PROPS:
             without = {
                 "no MKL_CBWR": {"MKL_CBWR"},
-                "the processor's best kernels": {"ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"},
+                "torch's best kernels": {"ATEN_CPU_CAPABILITY"},
             }.get(prop, set())
             environment = {key: value for key, value in (os.environ | EXACT_ENVIRONMENT).items() if key not in without}
             command = [sys.executable, __file__, prop, str(threads)]

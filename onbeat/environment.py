@@ -22,9 +22,8 @@ from pathlib import Path
 EXACT_ENVIRONMENT = {
     # One code path of the matrix library whatever the alignment, the batch and the thread: rows come out the same.
     "MKL_CBWR": "AVX2",
-    # oneDNN and torch's own kernels likewise, where the processor knows more: oneDNN's for AVX-512 sums a long row in
-    # blocks whose size depends on the number of rows. So every x86-64 machine computes by the same code.
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    # torch's own kernels likewise, where the processor knows more. (oneDNN's, which compute the generator's layers, may
+    # be the processor's best: from two rows on a row stands alone in them.)
     "ATEN_CPU_CAPABILITY": "avx2",
 }
 """Exactness rests on this (docs/exactness.md)."""

@@ -4,7 +4,9 @@ row alone (R1), for any number of rows and threads. The model is not changed.
     linear layers          the matrix library chooses its kernel, and bits with it, by rows and threads where the output
                            is not wider than some 12 columns per thread; and with few rows it spends much of its time
                            on rearranging weights that have not changed. oneDNN with weights packed once per version
-                           does neither: a tenth faster as a whole on one thread, and nothing lost on two.
+                           does neither: a tenth faster as a whole on one thread, and nothing lost on two. (One row by
+                           itself, with more than 1,024 inputs, is another kernel of its for AVX-512: there are never
+                           fewer than MIN_ROWS.)
     activations            torch computes what does not fill a vector register by another function, which rounds
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
