@@ -163,7 +163,7 @@ def test_when_every_worker_dies_the_run_ends_with_a_typed_error_and_goes_on_late
 def test_a_generator_that_computes_other_bits_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that a launcher started, on whatever host."""
     monkeypatch.setitem(client.ENTRIES, "embedded", "tests.fakes.other_arithmetic:main")
-    with pytest.raises(WorkerError, match=r"generator-[01] cannot be used: its processor or its build of torch"):
+    with pytest.raises(WorkerError, match=r"generator-[01] cannot be used: its processor, its build of torch"):
         train_digests(tmp_path / "run", generator__count=2)
 
 
