@@ -104,7 +104,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("architecture", [name for name in ALL_ARCHITECTURES if name != "qwen3_moe"])
 @given(schedule=st.lists(arrivals, min_size=2, max_size=4), rows=st.integers(9, 24))
-@settings(max_examples=8)
+@settings(max_examples=10)
 def test_completions_do_not_depend_on_the_batch(
     architecture: str, attention: str, schedule: list[Arrival], rows: int
 ) -> None:
@@ -198,15 +198,27 @@ SOME_ROWS = [(20, 24), (5, 37), (16, 80), (3, 80), (100, 176), (31, 543), (0, 51
 )
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_a_row_of_a_packed_layer_depends_on_that_row_alone(shape: tuple[int, int], threads: int) -> None:
-    """Of at least four, as they always are."""
+    """Of at least two; the engine never has fewer than four."""
     layer, rows = layer_and_rows(shape, 80 if shape[0] > 10000 else 600)
     with torch.inference_mode():
         packed = Packed(layer)
         together = packed(rows)
         torch.set_num_threads(threads)
-        for first, last in [(0, 4), (7, 12), *SOME_ROWS]:
+        for first, last in [(1, 3), (7, 10), (0, 4), *SOME_ROWS]:
             assert torch.equal(packed(rows[first:last]), together[first:last])
         torch.testing.assert_close(together.double(), rows.double() @ layer.weight.double().T, atol=2e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(576, 576), (576, 1536), (2048, 2048), (1600, 5000)])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_row_of_a_layer_that_is_not_packed_depends_on_that_row_alone(shape: tuple[int, int], threads: int) -> None:
+    """Of at least four, as they always are: where there is no oneDNN, or a layer is of another kind."""
+    layer, rows = layer_and_rows(shape, 600)
+    with torch.inference_mode():
+        together = layer(rows)
+        torch.set_num_threads(threads)
+        for first, last in [(0, 4), (7, 12), *SOME_ROWS]:
+            assert torch.equal(layer(rows[first:last]), together[first:last])
 
 
 def layer_and_rows(shape: tuple[int, int], num_rows: int) -> tuple[torch.nn.Linear, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.rollout import cache
+from onbeat.rollout import cache, fused
 from onbeat.rollout.cache import CacheShape, GroupCache, Step, Tokens
 from onbeat.rollout.fused import available
 from onbeat.rollout.probe import attention_fingerprint
@@ -77,13 +77,13 @@ def test_it_is_the_attention_of_torchs_operations_and_of_the_formula(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        fused = attend(ours)
+        found = attend(ours)
     finally:
         torch.set_num_threads(before)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "fits", lambda own: False)
-        torch.testing.assert_close(fused, attend(theirs), atol=2e-5 * spread, rtol=1e-4)  # scores are so much larger
-    torch.testing.assert_close(fused.double(), formula(ours, query, key, value, window), atol=2e-5 * spread, rtol=1e-4)
+        torch.testing.assert_close(found, attend(theirs), atol=2e-5 * spread, rtol=1e-4)  # scores are so much larger
+    torch.testing.assert_close(found.double(), formula(ours, query, key, value, window), atol=2e-5 * spread, rtol=1e-4)
     for one, other in zip(ours, theirs, strict=True):
         for layer, length in ((1, one.length + 1), (0, one.length)):  # the other layer's are left alone
             written = (slice(None), slice(None), slice(one.num_samples), slice(length))
@@ -126,10 +126,22 @@ def test_both_ways_give_every_model_the_same_log_probabilities(
 ) -> None:
     model = copy.deepcopy(tiny_model(architecture))
     wanted = request(0, tuple(range(2, 50)), 5, sampling(30, temperature=0.0))
-    fused = generate_alone(model, wanted)
+    compiled = generate_alone(model, wanted)
     digest = attention_fingerprint(model)
     monkeypatch.setattr(cache, "fits", lambda own: False)
     assert attention_fingerprint(model) != digest  # generators of both kinds must not share a run
     for name, completion in generate_alone(model, wanted).items():
-        assert completion.sampler_logprobs == pytest.approx(fused[name].sampler_logprobs, abs=1e-4)
-        assert completion.token_ids == fused[name].token_ids
+        assert completion.sampler_logprobs == pytest.approx(compiled[name].sampler_logprobs, abs=1e-4)
+        assert completion.token_ids == compiled[name].token_ids
+
+
+def test_a_compiled_file_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_VERSION", fused._VERSION + 1)
+    fused._function.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match="install onbeat again"):
+            available()
+    finally:
+        monkeypatch.undo()
+        fused._function.cache_clear()
+    assert available()
