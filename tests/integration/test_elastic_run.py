@@ -5,6 +5,7 @@ The figures of docs/reliability.md come from `make test-full`; a small share of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -295,10 +296,11 @@ def listeners(run: RunProcess) -> list[str]:
     """Addresses at which processes of the run accept connections."""
     inodes = set()
     for pid in run.alive():
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
+        for fd in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed: no longer a place to connect to
+                target = os.readlink(fd)
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6", "/proc/net/udp", "/proc/net/udp6"):
         for line in Path(table).read_text().splitlines()[1:]:
