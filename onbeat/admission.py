@@ -23,14 +23,18 @@ def needs(request: GroupRequest) -> int:
     return cache_tokens(len(request.token_ids), len(request.samples), request.sampling.max_new_tokens)
 
 
+def head_dim(config: Mapping[str, Any]) -> int | None:
+    """Numbers of a head, by a model's configuration; None if it does not say."""
+    config = config.get("text_config") or config
+    heads = config.get("num_attention_heads")
+    return (config.get("head_dim") or config.get("hidden_size", 0) // heads or None) if heads else None
+
+
 def bytes_per_token(config: Mapping[str, Any], bytes_per_number: int) -> int | None:
     """Of a model's cache, by its configuration: keys and values of every layer; None if it does not say."""
-    config = config.get("text_config") or config
+    config, dim = config.get("text_config") or config, head_dim(config)
     layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    if not layers or not heads:
-        return None
-    dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    if not dim:
+    if not layers or not dim:
         return None
     return int(2 * layers * (config.get("num_key_value_heads") or heads) * dim * bytes_per_number)
 

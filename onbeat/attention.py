@@ -59,6 +59,8 @@ class Heard:
     unsupported: set[str] = field(default_factory=set)
     dims: set[tuple[int, int]] = field(default_factory=set)
     """Of a head's keys, and of its values."""
+    heads: set[int] = field(default_factory=set)
+    """Of keys and values."""
     layers: list[int | None] = field(default_factory=list)
     """By number, as they were called."""
 
@@ -70,6 +72,7 @@ def _listen(
     heard.windows.add(sliding_window)
     heard.unsupported.update(_unsupported(extras))
     heard.dims.add((key.shape[-1], value.shape[-1]))
+    heard.heads |= {key.shape[1], value.shape[1]}
     heard.layers.append(getattr(module, "layer_idx", None))
     return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 

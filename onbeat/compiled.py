@@ -1,11 +1,27 @@
-"""Whether the generators' attention (rollout/attend.c) was compiled when onbeat was installed. No torch."""
+"""Whether a generator's attention can be the compiled one (rollout/attend.c). No torch."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
+
+VECTOR = 8
+"""Numbers of a head that are computed at once."""
 
 
 def compiled_attention() -> str | None:
-    """The file it is in."""
+    """The file it is in, if it was compiled when onbeat was installed."""
     found = importlib.util.find_spec("onbeat.rollout._attend")
     return None if found is None else found.origin
+
+
+def why_not_compiled(head_dim: int | None = None) -> str | None:
+    """None if attention is compiled, for heads of so many numbers and as far as can be told without loading it."""
+    if compiled_attention() is None:
+        return "no compiler was there when onbeat was installed (docs/install.md)"
+    processors = Path("/proc/cpuinfo")
+    if processors.exists() and " avx2" not in processors.read_text():
+        return "the processor has no AVX2"
+    if head_dim is not None and head_dim % VECTOR:
+        return f"the model has heads of {head_dim} numbers, which is no multiple of {VECTOR}"
+    return None

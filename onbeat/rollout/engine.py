@@ -121,7 +121,13 @@ def why_not_decodable(model: Any) -> str | None:
     if (reason := why_not_attended(model, heard)) is not None:
         return reason
     assert not isinstance(heard, str)
-    dim = CacheShape.of(model).dim
+    shape = CacheShape.of(model)
+    dim = shape.dim
+    if heard.heads != {shape.num_heads}:
+        return (
+            f"{name} has layers with {', '.join(map(str, sorted(heard.heads)))} heads of keys, and its configuration "
+            f"says {shape.num_heads}: the embedded generator's cache has no place for them"
+        )
     if heard.dims != {(dim, dim)}:
         found = ", ".join(f"{keys} and {values}" for keys, values in sorted(heard.dims))
         return (

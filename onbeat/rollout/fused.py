@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onbeat.compiled import compiled_attention
+from onbeat.compiled import VECTOR, compiled_attention
 
 if TYPE_CHECKING:
     from onbeat.rollout.cache import GroupCache
 
-_VECTOR = 8
 _VERSION = 1
 """Of attend.c: its structures, and its bits."""
 
@@ -78,7 +77,7 @@ def available() -> bool:
 
 def fits(own: torch.Tensor) -> bool:
     """Whether it computes with such a cache."""
-    return own.dtype == torch.float32 and own.device.type == "cpu" and own.shape[-1] % _VECTOR == 0 and available()
+    return own.dtype == torch.float32 and own.device.type == "cpu" and own.shape[-1] % VECTOR == 0 and available()
 
 
 class Fused:
@@ -87,7 +86,8 @@ class Fused:
     def __init__(self, caches: Sequence[GroupCache]) -> None:
         self._groups = (_Group * len(caches))()
         self._kept = []  # what is pointed to
-        self._num_layers = len(caches[0].own)
+        heads, dim = caches[0].num_heads, caches[0].own[0].shape[-1]
+        self._shape = (len(caches[0].own), heads, dim)
         self.num_tokens = 0
         for group, cache in zip(self._groups, caches, strict=True):
             own = (ctypes.c_void_p * len(cache.own))(*(layer.data_ptr() for layer in cache.own))
@@ -106,7 +106,12 @@ class Fused:
         """Keys and values of the tokens go into the caches; what they attend to comes into `out_NHD`."""
         q_HND, k_KND, v_KND = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (q_HND, k_KND, v_KND))
         num_heads, dim = len(k_KND), q_HND.shape[-1]
-        assert layer < self._num_layers
+        num_layers, *cached = self._shape
+        if layer >= num_layers or any(found != cached for found in ([num_heads, dim], [len(v_KND), v_KND.shape[-1]])):
+            raise ValueError(
+                f"layer {layer} has {num_heads} heads of {dim} numbers; the cache is of {num_layers} layers with "
+                f"{cached[0]} of {cached[1]}"
+            )
         call = _Call(
             layer, num_heads, len(q_HND) // num_heads, dim, window or 0, scale,
             _Rows.of(q_HND), _Rows.of(k_KND), _Rows.of(v_KND), out_NHD.data_ptr(),

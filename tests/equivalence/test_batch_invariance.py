@@ -327,7 +327,7 @@ def test_the_probe_notices_a_product_that_depends_on_the_others_only_in_long_com
 
 
 def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not() -> None:
-    assert probe_invariance(tiny_model("llama"), [1]) == (None, None)
+    assert probe_invariance(tiny_model("llama"), [2]) == (None, None)
 
     class LeaksBatchSize(torch.nn.Module):
         """Adds to every row something that depends on how many rows there are."""
@@ -340,6 +340,23 @@ def test_the_probe_finds_these_models_invariant_and_notices_a_model_that_is_not(
     try:
         model.model.norm = torch.nn.Sequential(norm, LeaksBatchSize())
         assert "differently" in (probe_invariance(model).rows or "")
+    finally:
+        model.model.norm = norm
+
+
+def test_the_probe_notices_a_model_whose_bits_depend_on_the_number_of_threads_alone() -> None:
+    class LeaksThreads(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * (1 + 1e-6 * torch.get_num_threads())
+
+    model = tiny_model("qwen3")
+    norm = model.model.norm
+    try:
+        model.model.norm = torch.nn.Sequential(norm, LeaksThreads())
+        found = probe_invariance(model, [2])
+        assert found.rows is None
+        assert "with 2 threads" in (found.threads or "")
+        assert torch.get_num_threads() == 1, "as it was before"
     finally:
         model.model.norm = norm
 

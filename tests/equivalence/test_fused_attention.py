@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.rollout import cache, fused
 from onbeat.rollout.cache import CacheShape, GroupCache, Step, Tokens
+from onbeat.rollout.engine import why_not_decodable
 from onbeat.rollout.fused import available
 from onbeat.rollout.probe import attention_fingerprint
 from tests.fakes.models import ALL_ARCHITECTURES, generate_alone, request, sampling, tiny_model
@@ -145,3 +146,18 @@ def test_a_compiled_file_of_another_version_is_refused(monkeypatch: pytest.Monke
         monkeypatch.undo()
         fused._function.cache_clear()
     assert available()
+
+
+def test_keys_the_cache_has_no_place_for_are_refused_before_anything_is_written() -> None:
+    shape = CacheShape(num_layers=1, num_heads=2, dim=16, dtype=torch.float32)
+    step = Step([Tokens(GroupCache(shape, 3, 4, 5))], [])
+    for heads, dim, layer in ((3, 16, 0), (2, 24, 0), (2, 16, 1)):
+        q, kv = torch.zeros(1, 6, 4, dim), torch.zeros(1, heads, 4, dim)
+        with pytest.raises(ValueError, match="the cache is of 1 layers with 2 of 16"):
+            step.attend(layer, q, kv, kv, 1.0, None)
+
+
+def test_a_model_with_another_number_of_heads_than_it_says_is_refused() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    model.config.num_key_value_heads += 1
+    assert "heads of keys, and its configuration says" in (why_not_decodable(model) or "")

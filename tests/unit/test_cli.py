@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from onbeat import compiled
 from onbeat.cli import main
 from onbeat.recipe import keys, load
 
@@ -109,6 +110,33 @@ def test_a_dry_run_says_which_models_there_will_be(
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
     assert any(f" {models};" in line for line in notes)
     assert notes[0].endswith(f"({state})")
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"num_attention_heads": 4, "hidden_size": 64}, "attention    compiled"),
+        ({"num_attention_heads": 4, "hidden_size": 48}, "SLOWER: the model has heads of 12 numbers, which is no"),
+        ({"text_config": {"num_attention_heads": 4, "head_dim": 20}}, "SLOWER: the model has heads of 20 numbers"),
+        ({"text_config": "strange"}, "attention    compiled"),
+        (["strange"], "attention    compiled"),
+    ],
+)
+def test_a_dry_run_says_how_attention_will_be_computed(
+    recipe: str, described: object, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("made").mkdir()
+    Path("made/config.json").write_text(json.dumps(described))
+    assert main(["train", recipe, "--dry-run", "--model.path", "./made"]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_dry_run_says_why_nothing_is_compiled(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compiled_attention", lambda: None)
+    assert main(["train", recipe, "--dry-run"]) == 0
+    assert "by torch's operations, SLOWER: no compiler was there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tokenizers.decoders import ByteFallback
 from onbeat.admission import bytes_per_token, cache_tokens
 from onbeat.errors import InputError, NumbersError
 from onbeat.rollout.cache import CacheShape, GroupCache
-from onbeat.rollout.engine import Engine
+from onbeat.rollout.engine import PREFILL_TOKENS, Engine
 from onbeat.rollout.probe import gap_to_own_forward
 from onbeat.rollout.sampling import sample
 from onbeat.rollout.stop import ends_with_stop
@@ -47,6 +48,31 @@ def test_a_group_that_does_not_fit_the_cache_waits_until_another_has_ended() -> 
     while not with_room.idle:
         order += [completion.slot for completion in with_room.step()]
     assert order == [1] * 4 + [0] * 4
+
+
+def test_a_long_prompt_stalls_nobody_each_step_takes_a_piece_of_it_and_a_token_of_every_sample() -> None:
+    engine = engine_of(max_sequences=64, num_tokens=10_000)
+    taken: list[int] = []
+    forward = engine._model.forward
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        taken.append(named["input_ids"].shape[1])
+        return forward(*arguments, **named)
+
+    engine.add(request(0, (1, 2, 3), 4, sampling(40)))
+    engine.step()
+    engine.add(request(1, tuple(1 + n % 50 for n in range(1000)), 4, sampling(3)))
+    engine._model.forward = counting
+    try:
+        order = [completion.slot for _ in range(8) for completion in engine.step()]
+        assert engine.num_tokens == 4 + 8 * 4 + 4, (
+            "a token of each decoding sample in every step; then the others' first"
+        )
+        assert taken == [4 + PREFILL_TOKENS] * 7 + [4 + 1000 - 7 * PREFILL_TOKENS]
+    finally:
+        del engine._model.forward
+    assert order == []
+    assert len(drain(engine)) == 8
 
 
 def test_a_group_that_can_never_fit_the_cache_is_refused_with_what_it_needs_and_what_there_is() -> None:
