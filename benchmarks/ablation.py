@@ -31,7 +31,9 @@ from harness import Contender, Figures, Results, parser, smollm2, summary, take_
 from overlap import ONE_CORE_EACH, WARM_UP_GROUPS
 from workloads import WORKLOADS, Workload
 
-NAMES = ("balanced", "short, beta 0", "chat", "long-prompt")
+SCHEDULE = ("overlap", "overlap, separated", "generators")
+"""How the same work is put on the cores: tried on a period of many groups."""
+NAMES = ("balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
 PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
 SYNC = PERIODIC | {"mode": "sync"}
 DEFAULT: tuple[dict[str, Any], dict[str, Any]] = ({}, PERIODIC)
@@ -64,24 +66,32 @@ SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 
 def main() -> None:
     flags = parser(repeats=3)
-    flags.add_argument("--workloads", nargs="*", choices=NAMES, default=("balanced", "long-prompt"))
-    flags.add_argument("--switches", nargs="*", choices=SWITCHES, default=tuple(SWITCHES))
+    flags.add_argument(
+        "--workloads", nargs="*", choices=NAMES, default=("balanced", "short", "short, beta 0", "long-prompt")
+    )
+    flags.add_argument("--switches", nargs="*", choices=SWITCHES, help="instead of those that fit the workload")
     flags.add_argument("--prompts", type=int, help="of a period, instead of the workload's own")
     arguments = flags.parse_args()
     model = smollm2()
     results = Results(arguments.to / "bench-ablation.json", arguments.again)
     with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
         for name in arguments.workloads:
-            for switch in arguments.switches:
-                workload = WORKLOADS[name]
-                if switch == "groups without advantage" and workload.beta > 0:
-                    continue
+            workload = WORKLOADS[name]
+            for switch in arguments.switches or fitting(name):
                 extra = {"num_prompts": arguments.prompts} if arguments.prompts else {}
                 jobs = [{"seed": seed, **extra} for seed in range(1, arguments.repeats + 1)]
                 warm_up = {"seed": 0, "num_prompts": min(WARM_UP_GROUPS, workload.prompts)}
                 cell = {"workload": name, "switch": switch}
                 take_turns(results, cell, contenders(model, workload, switch), jobs, warm_up, Path(folder))
                 report(results, cell)
+
+
+def fitting(name: str) -> list[str]:
+    """The schedule is tried on the many groups of `balanced`, what it takes to train them on the others."""
+    always_trained = {"groups without advantage"} if WORKLOADS[name].beta > 0 else set()
+    return [
+        switch for switch in SWITCHES if (switch in SCHEDULE) == (name == "balanced") and switch not in always_trained
+    ]
 
 
 def contenders(model: str, workload: Workload, switch: str) -> list[Contender]:

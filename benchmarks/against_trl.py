@@ -11,10 +11,10 @@ and reference are the same, of which onbeat makes use.)
 onbeat is as it is by default, bit-exact; completion order, which is not, stands beside it.
 
 TRL's settings: micro-batches of 8, 16, 32 … sequences up to the whole batch, and transformers' continuous batching
-instead of `generate`, are tried by --tune, one update each; the fastest found is used (without --tune: the whole
-batch). As many threads as cores, the allocator settings that onbeat gives its own processes (a third faster than
-without), no gradient checkpointing. TRL's AsyncGRPOTrainer cannot run without a GPU: its attention is a FlashAttention
-3 kernel, it generates by a vLLM server, and its weights get there by NCCL.
+instead of `generate`, are tried by --tune, one update each; the fastest found is used (without --tune: micro-batches of
+16). As many threads as cores, the allocator settings that onbeat gives its own processes (a third faster than without),
+no gradient checkpointing. TRL's AsyncGRPOTrainer cannot run without a GPU: its attention is a FlashAttention 3 kernel,
+it generates by a vLLM server, and its weights get there by NCCL.
 
 Writes docs/bench-trl.json and docs/bench-trl-tune.json.
 """
@@ -33,6 +33,8 @@ from workloads import AGAINST_TRL, WORKLOADS, Workload
 TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
 WARM_UP: Figures = {"seed": 0, "updates": 1, "tiny": True, "keys": TINY}
 NOT_COUNTED = 1
+UNTRIED = 16
+"""Sequences of TRL's micro-batches, if no settings were tried: the best wherever some were."""
 TUNED = ROOT / "docs" / "bench-trl-tune.json"
 OURS = ("onbeat", "onbeat, completion order")
 
@@ -101,7 +103,8 @@ def best_found(tuned: Results, name: str, workload: Workload) -> dict[str, Any]:
     ways = {way.name: way for way in tried("", workload)}
     found = {way: runs for way in ways if (runs := tuned.runs({"workload": name}, way))}
     if not found:
-        return {"micro_batch": workload.completions}
+        print(f"{name}: TRL's settings have not been tried on this machine (--tune): micro-batches of {UNTRIED}")
+        return {"micro_batch": UNTRIED}
     best = min(found, key=lambda way: found[way][0]["seconds"])
     return {
         key: ways[best].settings[key] for key in ("micro_batch", "continuous_batching") if key in ways[best].settings

@@ -7,9 +7,8 @@ random prompt tokens; twice as many sequences as may be in flight. Time is from 
 token, prefill included. transformers' `generate` takes as many sequences per batch as may be in flight; continuous
 batching and vLLM refill. All rehearse before, which is not counted: onbeat and vLLM with a wave of sequences,
 transformers' two, which are far behind, with two groups. Then these do one job, onbeat and vLLM three, and ratios are
-those of the same jobs. vLLM is eager, with its prefix
-cache, threads bound to cores. None but onbeat computes log-probabilities, which is to the others' advantage. Writes
-docs/bench-generate.json.
+those of the same jobs. vLLM is compiled, with its prefix cache, threads bound to cores. None but onbeat computes
+log-probabilities, which is to the others' advantage. Writes docs/bench-generate.json.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     docs/NAME.json    per cell and contender: versions and every single run; medians and spread are printed
 
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
-turn. A benchmark that was interrupted goes on where it was: runs that are in the file are not made again (--again makes
-them), if they are of this machine, the same code (onbeat/, rivals/, pinned versions) and the same settings.
+turn, which begins when nobody works any more. A benchmark that was interrupted goes on where it was: rounds that are in
+the file are not made again (--again makes them), if they are of this machine, the same code (onbeat/, rivals/, pinned
+versions) and the same settings, and if they are whole: what is compared has taken turns.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from onbeat.environment import ALLOCATOR_ENVIRONMENT, TORCH_ENVIRONMENT
 ROOT = Path(__file__).parents[1]
 RIVALS = Path(__file__).parent / "rivals"
 ENVIRONMENTS = ROOT / ".rivals"
+QUIET = 0.1
+"""Of a core: less than that is nobody at work."""
+QUIET_WITHIN_S = 60
 Cell = dict[str, Any]
 Figures = dict[str, Any]
 
@@ -43,13 +47,14 @@ def rival_python(name: str) -> str:
         return str(ROOT / ".vllm" / "bin" / "python")
     directory = ENVIRONMENTS / name
     python = directory / "bin" / "python"
-    if not (directory / ".installed").exists():
+    wanted, installed = (RIVALS / f"{name}.txt").read_text(), directory / ".installed"
+    if not installed.exists() or installed.read_text() != wanted:
         print(f"installing {name} into {directory.relative_to(ROOT)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "torch==2.13.0"], check=True)
         subprocess.run([*pip, "--no-deps", "--requirement", str(RIVALS / f"{name}.txt")], check=True)
-        (directory / ".installed").touch()
+        installed.write_text(wanted)
     return str(python)
 
 
@@ -74,12 +79,13 @@ def smollm2() -> str:
 
 
 def machine() -> Figures:
-    names = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    told = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    names = [value.strip() for key, _, value in told if key.strip() == "model name"]
+    flags = next((f"{value} " for key, _, value in told if key.strip() == "flags"), "")
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
+        "instructions": next((name for name in ("avx512f", "avx2") if f" {name} " in flags), "none of AVX"),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
     }
@@ -181,6 +187,27 @@ class Running:
             self._process.wait()
 
 
+def wait_until_quiet() -> None:
+    """Some go on for a while after they have answered (vLLM looks for more to do, on a core of its own, for a second or
+    two): whoever is next waits for that, off the clock."""
+    deadline_s = time.monotonic() + QUIET_WITHIN_S
+    while time.monotonic() < deadline_s:
+        before, began_s = _busy_s(), time.monotonic()
+        time.sleep(0.5)
+        if (_busy_s() - before) / (time.monotonic() - began_s) < QUIET:
+            return
+    raise RuntimeError(
+        f"something else has been using more than {QUIET:.0%} of a core for {QUIET_WITHIN_S} s: stop it (`top` shows "
+        "it), and call this again; it goes on where it was"
+    )
+
+
+def _busy_s() -> float:
+    """Of all processes, on all cores, since the machine started."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
 class Results:
     """The file of a benchmark: written after every run."""
 
@@ -252,7 +279,15 @@ def take_turns(
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
     start and to come up with something. All do their `rehearsal` before, off the record."""
-    missing = [c for c in contenders if len(results.expect(cell, c, jobs)["runs"]) < min(len(jobs), c.repeats)]
+    contenders = list(contenders)
+    found = {contender.name: results.expect(cell, contender, jobs)["runs"] for contender in contenders}
+    whole = min(
+        (len(found[c.name]) for c in contenders if len(found[c.name]) < min(len(jobs), c.repeats)), default=None
+    )
+    if whole is not None:
+        for runs in found.values():
+            del runs[whole:]
+    missing = [contender for contender in contenders if len(found[contender.name]) < min(len(jobs), contender.repeats)]
     running: dict[str, Running] = {}
     try:
         for contender in missing:
@@ -260,6 +295,7 @@ def take_turns(
                 continue
             if contender.environment is not None:
                 rival_python(contender.environment)
+            wait_until_quiet()
             began_s = time.monotonic()
             log = logs / f"{contender.name.replace(' ', '-')}.log"
             running[contender.process] = contender.start(cell, log)
@@ -271,6 +307,7 @@ def take_turns(
             for contender in missing:
                 if len(results.of(cell, contender.name)["runs"]) <= number < contender.repeats:
                     it = running[contender.process]
+                    wait_until_quiet()
                     figures = it.run(job | contender.job) | {"seed": job["seed"]}
                     results.add(cell, contender.name, it.versions, figures)
     finally:

@@ -31,7 +31,8 @@ def main() -> None:
         for cell in CELLS:
             jobs = [workload(cell, seed) for seed in range(1, arguments.repeats + 1)]
             warm_up = {"prompts": jobs[0]["prompts"][:1], "lengths": [[1] * GROUP_SIZE], "seed": 0}
-            take_turns(results, cell, contenders, jobs, warm_up, Path(folder), rehearsal=workload(cell, 0))
+            rehearsal = workload(cell, 0)
+            take_turns(results, cell, contenders, jobs, warm_up, Path(folder), lambda _, job=rehearsal: job)
             rates = {
                 contender.name: [run["tokens"] / run["seconds"] for run in results.of(cell, contender.name)["runs"]]
                 for contender in contenders

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,12 +25,13 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from ablation import SWITCHES, sides
+from ablation import SWITCHES, fitting, sides
 from against_trl import OURS, rates
+from generate import CELLS, NUM_PARAMETERS
 from harness import ROOT, Figures
 from overlap import WAYS
 from scaling import AXES, NUM_GROUPS, WORKERS, slopes
-from time_to_accuracy import TARGET, reached
+from time_to_accuracy import TARGET, reached, seconds_to_target, times_sooner
 from workloads import AGAINST_TRL, WORKLOADS
 
 NOT_MEASURED = "not measured"
@@ -54,6 +56,10 @@ class Measured:
     def settings(self, cell: Figures, contender: str) -> Figures:
         return self._result(cell, contender).get("settings", {})
 
+    def start_s(self, cell: Figures, contender: str) -> float:
+        """From its start to its first answer."""
+        return self._result(cell, contender).get("start_s", math.nan)
+
     def _result(self, cell: Figures, contender: str) -> Figures:
         results = [result for result in self.content.get("results", []) if result["cell"] == cell]
         return next((result for result in results if result["contender"] == contender), {})
@@ -72,7 +78,14 @@ class Measured:
         if not made:
             return NOT_MEASURED
         machine = self.content["machine"]
-        where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+        where = ", ".join(
+            [
+                machine["processor"],
+                *([machine["instructions"]] if "instructions" in machine else []),
+                f"{machine['cores']} cores",
+                f"{machine['memory_gib']} GiB",
+            ]
+        )
         packages = {name: version for result in made for name, version in result["versions"].items()}
         versions = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in packages.items())]
         commits = {result.get("code") or self.content.get("code") or "unknown" for result in made}
@@ -179,6 +192,40 @@ def draw_trl(measured: Measured, path: Path) -> bool:
     return save(figure, axis, path)
 
 
+# -- generation ----------------------------------------------------------------------------------------------
+
+RIVALS = ("vLLM", "transformers generate", "transformers continuous")
+
+
+def generation(measured: Measured) -> Table:
+    table: Table = [
+        ("threads, in flight, prompt", "onbeat", *RIVALS, "of the GEMM limit", *(f": {name}" for name in RIVALS))
+    ]
+    for cell in CELLS:
+        name = f"{cell['threads']}, {cell['in_flight']}, {cell['prompt_tokens']} tokens"
+        speeds = [_tokens_per_second(measured, cell, who) for who in ("onbeat", *RIVALS)]
+        gains = [told(generation_gains(measured, cell, rival)) for rival in RIVALS]
+        ours = measured.runs(cell, "onbeat")
+        shares = [run["tokens"] / run["seconds"] / (run["gemm_flops"] / (2 * NUM_PARAMETERS)) for run in ours]
+        table.append((name, *speeds, percent(shares), *gains))
+    return table
+
+
+def _tokens_per_second(measured: Measured, cell: Figures, who: str) -> str:
+    runs = measured.runs(cell, who)
+    start = f", {measured.start_s(cell, who):.0f} s" if runs else ""
+    return told(run["tokens"] / run["seconds"] for run in runs) + start
+
+
+def generation_gains(measured: Measured, cell: Figures, rival: str) -> list[float]:
+    """How many times as fast, job by job."""
+    rate = {
+        who: {run["seed"]: run["tokens"] / run["seconds"] for run in measured.runs(cell, who)}
+        for who in ("onbeat", rival)
+    }
+    return [rate["onbeat"][seed] / rate[rival][seed] for seed in sorted(rate["onbeat"].keys() & rate[rival].keys())]
+
+
 # -- the ablation --------------------------------------------------------------------------------------------
 
 
@@ -197,7 +244,7 @@ def overlap(measured: Measured) -> Table:
 def ablation(measured: Measured) -> Table:
     head = ("workload", "switch", "way", "seconds", "default is faster by", "generators wait", "trainer waits")
     table: Table = [(*head, "over max(generate, train)")]
-    for cell in measured.cells() or [{"workload": "balanced", "switch": switch} for switch in SWITCHES]:
+    for cell in measured.cells() or [{"workload": "balanced", "switch": switch} for switch in fitting("balanced")]:
         base, sync = measured.runs(cell, "periodic"), measured.runs(cell, "sync")
         bounds = [max(sides(run)) + run["publish_s"] for run in sync]
         for way in SWITCHES[cell["switch"]]:
@@ -247,7 +294,7 @@ def accuracy(measured: Measured) -> Table:
     for who in LEARNERS:
         runs = measured.runs(cell, who)
         there = [record for run in runs if (record := reached(run)) is not None]
-        seconds = told(record["seconds"] for record in there) if who != "one period stale" else ""
+        seconds = told(seconds_to_target(run) for run in runs) if who != "one period stale" else ""
         ends = [percent(run["curve"][place]["accuracy"] for run in runs) for place in (0, -1)]
         updates = told(record["updates"] for record in there)
         table.append((who, seconds, updates, f"{len(there)} of {len(runs)}" if runs else NOT_MEASURED, *ends))
@@ -263,13 +310,10 @@ def identical(measured: Measured) -> str:
     return f"Weights of sync and periodic at the end: equal in {same} of {len(pairs)} seeds, by digest."
 
 
-def sooner(measured: Measured) -> float | None:
+def sooner(measured: Measured) -> list[float]:
+    """How many times sooner than TRL, seed by seed."""
     (cell,) = measured.cells() or [{}]
-    seconds = {
-        who: [record["seconds"] for run in measured.runs(cell, who) if (record := reached(run)) is not None]
-        for who in ("onbeat", "TRL")
-    }
-    return statistics.median(seconds["TRL"]) / statistics.median(seconds["onbeat"]) if all(seconds.values()) else None
+    return times_sooner(measured.runs(cell, "onbeat"), measured.runs(cell, "TRL"))
 
 
 def draw_accuracy(measured: Measured, path: Path) -> bool:
@@ -395,6 +439,8 @@ completion order, which is not exact; and TRL's `GRPOTrainer` at the best of the
 `AsyncGRPOTrainer` cannot run without a GPU: its attention is a FlashAttention 3 kernel, and it sends weights to a vLLM
 server by NCCL."""
 ACCURACY = "Held-out accuracy on `recipes/smollm2-arithmetic.toml`, after every update; evaluation is not on the clock."
+GENERATION = """Tokens per second of SmolLM2-135M in float32, and seconds from start to first token: groups of 8
+completions of 8 to 56 tokens, prefill on the clock. Then how many times as fast onbeat is, job by job."""
 ABLATION = """A period over warm workers, with one thing switched off at a time. *Over max(generate, train)*: its
 seconds over those of its slower side alone."""
 DEMO = "SmolLM2-135M-Instruct learns small sums by `recipes/smollm2-arithmetic.toml`; greedy answers."
@@ -405,7 +451,7 @@ OVERHEAD = "Real loop, loader, pool and ledger, fake workers; processor time per
 def page(folder: Path) -> str:
     trl, learned, parts = Measured(folder, "trl"), Measured(folder, "accuracy"), Measured(folder, "ablation")
     overlapping, grown, loop = Measured(folder, "overlap"), Measured(folder, "scaling"), Measured(folder, "overhead")
-    shown = Measured(folder, "demo")
+    shown, generated = Measured(folder, "demo"), Measured(folder, "generate")
     tables = [against_trl(trl), trl_where(trl), trl_settings(trl, Measured(folder, "trl-tune"))]
     sections = [
         HEAD,
@@ -413,8 +459,10 @@ def page(folder: Path) -> str:
         picture(lambda path: draw_trl(trl, path), folder / "results-trl.png", "onbeat and TRL"),
         section("Time to accuracy", "make bench-accuracy", ACCURACY, learned, accuracy(learned)),
         identical(learned),
+        f"How many times sooner than TRL onbeat is there, seed by seed: {told(sooner(learned))}.",
         picture(lambda path: draw_accuracy(learned, path), folder / "results-accuracy.png", "Learning curves"),
         section("The demo with a real model", "make bench-demo", DEMO, shown, demo(shown)),
+        section("Generation", "make bench-generate", GENERATION, generated, generation(generated)),
         section("What each part is worth", "make bench-ablation", ABLATION, parts, ablation(parts)),
         picture(lambda path: draw_ablation(parts, path), folder / "results-ablation.png", "Each part switched off"),
         section("Overlap", "make bench-overlap", "A period over warm workers.", overlapping, overlap(overlapping)),
@@ -435,14 +483,19 @@ def readme_rows(folder: Path) -> str:
         size = f"{workload.prompts} × {workload.group_size} completions of up to {workload.max_new_tokens} tokens"
         what = f"completions trained per second against TRL, SmolLM2-135M on 2 cores: `{name}`, {size}"
         rows.append((what, f"{told(gains)} times as fast" if gains else NOT_MEASURED, "`make bench-trl`"))
-    ratio = sooner(learned)
+    gains = sooner(learned)
     rows.append(
         (
             f"seconds to {TARGET:.0%} held-out accuracy against TRL, `recipes/smollm2-arithmetic.toml`",
-            f"{ratio:.3g} times sooner" if ratio else NOT_MEASURED,
+            f"{told(gains)} times sooner" if gains else NOT_MEASURED,
             "`make bench-accuracy`",
         )
     )
+    generated = Measured(folder, "generate")
+    for rival in RIVALS:
+        found = [statistics.median(gains) for cell in CELLS if (gains := generation_gains(generated, cell, rival))]
+        figure = f"{min(found):.3g} to {max(found):.3g} times as fast, by cell" if found else NOT_MEASURED
+        rows.append((f"tokens generated per second against {rival}, SmolLM2-135M", figure, "`make bench-generate`"))
     base = overlapping.runs({"workload": "balanced"}, "onbeat periodic")
     for way in ("sync, all cores", "sync, separated"):
         gains = ratios(overlapping.runs({"workload": "balanced"}, f"onbeat {way}"), base)

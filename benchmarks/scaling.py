@@ -73,7 +73,7 @@ def main() -> None:
 def periods(results: Results, axes: list[str], repeats: int, points: int | None) -> None:
     keys = {
         "schedule.prompts_per_period": BASE["num_prompts"], "algorithm.beta": 0.0,
-        "sampling.max_new_tokens": max(AXES["new_tokens"]), "generator.max_sequences": ROWS,
+        "sampling.max_new_tokens": max(AXES["new_tokens"]),
     }  # fmt: skip
     settings = {"model": smollm2(), "rows": "sums", "reward": "vowels", "keys": keys}
     jobs = [{"seed": seed} for seed in range(1, repeats + 1)]

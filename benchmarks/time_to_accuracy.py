@@ -20,8 +20,8 @@ Writes docs/bench-accuracy.json.
 
 from __future__ import annotations
 
+import math
 import os
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,12 @@ TUNED_ON = "short, beta 0"
 
 def main() -> None:
     flags = parser(repeats=3)
-    flags.add_argument("--only", nargs="*", help="contenders, by name; the others another time")
     flags.add_argument("--max-updates", type=int, default=30)
     flags.add_argument("--beyond", type=int, default=3, help="updates after the target was reached")
     arguments = flags.parse_args()
     limits = {"target": TARGET, "beyond": arguments.beyond, "max_updates": arguments.max_updates}
     micro_batch = best_found(Results(TUNED, again=False), TUNED_ON, WORKLOADS[TUNED_ON])["micro_batch"]
-    everybody = contenders(limits, micro_batch)
-    chosen = [each for each in everybody if not arguments.only or each.name in arguments.only]
+    chosen = contenders(limits, micro_batch)
     results = Results(arguments.to / "bench-accuracy.json", arguments.again)
     jobs = [{"seed": seed} for seed in range(1, arguments.repeats + 1)]
     warm_up = {"seed": 0, "warm_up": True}
@@ -80,25 +78,27 @@ def reached(run: Figures) -> Figures | None:
     return next((record for record in run["curve"] if record["accuracy"] >= TARGET), None)
 
 
+def seconds_to_target(run: Figures) -> float:
+    """Infinite, if it never got there."""
+    record = reached(run)
+    return math.inf if record is None else record["seconds"]
+
+
+def times_sooner(ours: list[Figures], theirs: list[Figures]) -> list[float]:
+    """Seed by seed, of the seeds both have had."""
+    return [seconds_to_target(b) / seconds_to_target(a) for a, b in zip(ours, theirs, strict=False)]
+
+
 def report(results: Results, chosen: list[Contender]) -> None:
-    seconds: dict[str, list[float]] = {}
-    for contender in chosen:
-        runs = results.runs(CELL, contender.name)
+    found = {contender.name: results.runs(CELL, contender.name) for contender in chosen}
+    for name, runs in found.items():
         there = [record for run in runs if (record := reached(run)) is not None]
-        seconds[contender.name] = [record["seconds"] for record in there]
-        began = summary([run["curve"][0]["accuracy"] for run in runs])
-        ended = summary([run["curve"][-1]["accuracy"] for run in runs])
-        when = (
-            f"{summary(seconds[contender.name])} s, {summary([r['updates'] for r in there])} updates" if there else "–"
-        )
-        print(f"{contender.name:18} {len(there)} of {len(runs)} at {TARGET:.0%}: {when}; accuracy {began} -> {ended}")
-    if seconds.get("TRL") and seconds.get("onbeat"):
-        ratio = statistics.median(seconds["TRL"]) / statistics.median(seconds["onbeat"])
-        print(f"onbeat is there {ratio:.2f} times sooner")
-    if {"onbeat", "onbeat, sync"} <= seconds.keys():
-        pairs = zip(results.runs(CELL, "onbeat"), results.runs(CELL, "onbeat, sync"), strict=True)
-        same = [one["digest"] == other["digest"] for one, other in pairs]
-        print(f"sync and periodic end with the same weights in {sum(same)} of {len(same)}")
+        seconds = summary([seconds_to_target(run) for run in runs])
+        ends = [summary([run["curve"][place]["accuracy"] for run in runs]) for place in (0, -1)]
+        print(f"{name:18} {len(there)} of {len(runs)} at {TARGET:.0%}: {seconds} s; accuracy {' -> '.join(ends)}")
+    print(f"onbeat is there {summary(times_sooner(found['onbeat'], found['TRL']))} times sooner, seed by seed")
+    same = [a["digest"] == b["digest"] for a, b in zip(found["onbeat"], found["onbeat, sync"], strict=True)]
+    print(f"sync and periodic end with the same weights in {sum(same)} of {len(same)}")
 
 
 if __name__ == "__main__":

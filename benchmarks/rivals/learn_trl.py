@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import contender
+from grpo_trl import grpo_config
 
 
 def load_task(path: str) -> Any:
@@ -29,7 +30,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(settings["threads"])
     task = load_task(settings["task"])
@@ -88,18 +89,10 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
             return {}
         model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
         clock = Clock()
-        batch = settings["prompts"] * settings["group_size"]
         with tempfile.TemporaryDirectory() as folder:
-            config = GRPOConfig(
-                output_dir=folder, use_cpu=True, bf16=False, fp16=False, report_to="none", save_strategy="no",
-                logging_steps=1, disable_tqdm=True, seed=job["seed"], max_steps=settings["max_updates"],
-                per_device_train_batch_size=settings["micro_batch"],
-                gradient_accumulation_steps=batch // settings["micro_batch"],
-                num_generations=settings["group_size"], max_completion_length=settings["max_new_tokens"],
-                beta=settings["beta"], temperature=1.0, top_p=1.0, top_k=0, loss_type="grpo", scale_rewards="group",
-                learning_rate=settings["learning_rate"], adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0,
-                weight_decay=0.0, lr_scheduler_type="constant", warmup_steps=0,
-                gradient_checkpointing=False, dataloader_pin_memory=False,
+            config = grpo_config(
+                settings, output_dir=folder, seed=job["seed"], max_steps=settings["max_updates"],
+                learning_rate=settings["learning_rate"],
             )  # fmt: skip
             trainer = GRPOTrainer(
                 model=model, reward_funcs=task.correct, args=config, callbacks=[clock],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import contender
+from grpo_trl import ON_A_CPU, THE_SAME
 
 
 def prepare(settings: dict[str, Any]) -> contender.Run:
@@ -61,14 +62,11 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 
         with tempfile.TemporaryDirectory() as folder:
             config = GRPOConfig(
-                output_dir=folder, use_cpu=True, bf16=False, fp16=False, report_to="none", save_strategy="no",
-                disable_tqdm=True, seed=job["seed"], max_steps=2, num_iterations=2, steps_per_generation=1,
-                per_device_train_batch_size=job["prompts"] * job["group_size"], gradient_accumulation_steps=1,
-                num_generations=job["group_size"], max_completion_length=job["max_new_tokens"],
-                temperature=job["temperature"], top_p=1.0, top_k=0, gradient_checkpointing=False,
-                dataloader_pin_memory=False, optim="sgd", learning_rate=job["learning_rate"],
-                lr_scheduler_type="constant", max_grad_norm=1e9, weight_decay=0.0,
-                beta=job["beta"], use_bias_correction_kl=False, **job["trl"],
+                **ON_A_CPU, **THE_SAME, output_dir=folder, seed=job["seed"], max_steps=2, num_iterations=2,
+                steps_per_generation=1, per_device_train_batch_size=job["prompts"] * job["group_size"],
+                gradient_accumulation_steps=1, num_generations=job["group_size"],
+                max_completion_length=job["max_new_tokens"], temperature=job["temperature"], optim="sgd",
+                learning_rate=job["learning_rate"], max_grad_norm=1e9, beta=job["beta"], **job["trl"],
             )  # fmt: skip
             trainer = Recording(
                 model=AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32),

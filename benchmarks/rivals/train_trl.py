@@ -12,6 +12,7 @@ from typing import Any
 
 import contender
 import tasks
+from grpo_trl import grpo_config
 
 TINY = {"prompts": 1, "max_new_tokens": 1}
 """For a first update that only warms up."""
@@ -22,7 +23,7 @@ def prepare(given: dict[str, Any]) -> contender.Run:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(given["threads"])
 
@@ -44,16 +45,10 @@ def prepare(given: dict[str, Any]) -> contender.Run:
         model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
-            config = GRPOConfig(
-                output_dir=folder, use_cpu=True, bf16=False, fp16=False, report_to="none", save_strategy="no",
-                logging_steps=1, disable_tqdm=True, seed=job["seed"], max_steps=job["updates"],
-                per_device_train_batch_size=settings["micro_batch"],
-                gradient_accumulation_steps=settings["prompts"] * settings["group_size"] // settings["micro_batch"],
-                num_generations=settings["group_size"], max_completion_length=settings["max_new_tokens"],
-                beta=settings["beta"], temperature=1.0, top_p=1.0, top_k=0, learning_rate=1e-6, shuffle_dataset=False,
-                loss_type="grpo", adam_beta2=0.95, max_grad_norm=1.0, lr_scheduler_type="constant",
+            config = grpo_config(
+                settings, output_dir=folder, seed=job["seed"], max_steps=job["updates"], learning_rate=1e-6,
+                shuffle_dataset=False,
                 use_transformers_continuous_batching=settings.get("continuous_batching", False),
-                gradient_checkpointing=False, dataloader_pin_memory=False,
             )  # fmt: skip
             trainer = GRPOTrainer(
                 model=model, reward_funcs=getattr(tasks, settings["reward"]), args=config,

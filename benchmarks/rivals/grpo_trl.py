@@ -1,0 +1,28 @@
+"""The settings of TRL's GRPOTrainer by which it computes what onbeat does: one place for everything that runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ON_A_CPU: dict[str, Any] = {
+    "use_cpu": True, "bf16": False, "fp16": False, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    "gradient_checkpointing": False, "dataloader_pin_memory": False,
+}  # fmt: skip
+THE_SAME: dict[str, Any] = {
+    "top_p": 1.0, "top_k": 0, "use_bias_correction_kl": False, "lr_scheduler_type": "constant", "weight_decay": 0.0,
+}  # fmt: skip
+"""Sampling and loss. TRL's own correction of the KL changes its gradient; onbeat's is the one of the GRPO paper."""
+
+
+def grpo_config(settings: dict[str, Any], **more: Any) -> Any:
+    """For whole updates: `settings` are those of the contender."""
+    from trl import GRPOConfig
+
+    completions = settings["prompts"] * settings["group_size"]
+    return GRPOConfig(
+        **ON_A_CPU, **THE_SAME, logging_steps=1, loss_type="grpo", scale_rewards="group", temperature=1.0,
+        adam_beta1=0.9, adam_beta2=0.95, max_grad_norm=1.0, warmup_steps=0, beta=settings["beta"],
+        per_device_train_batch_size=settings["micro_batch"],
+        gradient_accumulation_steps=completions // settings["micro_batch"],
+        num_generations=settings["group_size"], max_completion_length=settings["max_new_tokens"], **more,
+    )  # fmt: skip
