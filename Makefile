@@ -14,7 +14,7 @@ DEMO := recipes/smollm2-arithmetic.toml
 setup: $(INSTALLED)
 
 # torch first, by exactly this version: an open range would pull another build (docs/install.md).
-$(INSTALLED): pyproject.toml constraints.txt onbeat/rollout/attend.c
+$(INSTALLED): pyproject.toml constraints.txt onbeat/rollout/kernels.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

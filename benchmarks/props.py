@@ -5,7 +5,7 @@
 For 1, 2 and 5 threads: with everything in place; without MKL_CBWR; with torch's own kernels for all that the processor
 knows (nothing new, unless it has AVX-512); without at least 4 rows in a product; with prompts cut into chunks
 anywhere; with every product over a prompt's keys shared by the samples; with linear layers or activations as torch
-computes them. Attention is by torch's operations: the compiled one needs no props (attend.c). A schedule is a handful
+computes them. Attention is by torch's operations: the compiled one needs no props (kernels.c). A schedule is a handful
 of groups arriving at random moments, as in tests/equivalence/test_batch_invariance.py; every other one is of a model
 with one head of keys and a width that fills no vector register.
 """

@@ -1,4 +1,4 @@
-"""Whether a generator's attention can be the compiled one (rollout/attend.c). No torch."""
+"""Whether a generator's attention can be the compiled one (rollout/kernels.c). No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ VECTOR = 8
 """Numbers of a head that are computed at once."""
 
 
-def compiled_attention() -> str | None:
-    """The file it is in, if it was compiled when onbeat was installed."""
-    found = importlib.util.find_spec("onbeat.rollout._attend")
+def compiled_kernels() -> str | None:
+    """The file with what was compiled, if it was when onbeat was installed."""
+    found = importlib.util.find_spec("onbeat.rollout._kernels")
     return None if found is None else found.origin
 
 
 def why_not_compiled(head_dim: int | None = None) -> str | None:
     """None if attention is compiled, for heads of so many numbers and as far as can be told without loading it."""
-    if compiled_attention() is None:
+    if compiled_kernels() is None:
         return "no compiler was there when onbeat was installed (docs/install.md)"
     processors = Path("/proc/cpuinfo")
     if processors.exists() and " avx2" not in processors.read_text():

@@ -14,7 +14,7 @@ tokens alone, so:
 - a prompt is cut into chunks at multiples of CHUNK_TOKENS, counted from its start;
 - samples of a group start together and are always of the same length: no key is padded, nothing is masked;
 - at least MIN_ROWS rows go through every matrix product whose rows are counted by samples: fewer take another kernel.
-- attention of samples is computed by a function made for it (attend.c), in which a query stands alone. Where that is
+- attention of samples is computed by a function made for it (kernels.c), in which a query stands alone. Where that is
   not there it is made of torch's products, which must not tell: a sample's products with its own keys have a row per
   head that shares them, which is the model's and not the batch's; samples share a product with their prompt's keys if
   it is large whatever their number, else each has its own: a small product, or one product instead of one per head of

@@ -1,4 +1,4 @@
-"""Attention of all samples being decoded as one call per layer, by attend.c: instead of a dozen small operations of
+"""Attention of all samples being decoded as one call per layer, by kernels.c: instead of a dozen small operations of
 torch for every group, which on a CPU cost more in being called than in computing.
 
 It is there where it could be compiled when onbeat was installed, and where the processor has AVX2; for float32 in host
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onbeat.compiled import VECTOR, compiled_attention
+from onbeat.compiled import VECTOR, compiled_kernels
 
 if TYPE_CHECKING:
     from onbeat.rollout.cache import GroupCache
 
-_VERSION = 1
-"""Of attend.c: its structures, and its bits."""
+_VERSION = 2
+"""Of kernels.c: its structures, and its bits."""
 
 
 class _Group(ctypes.Structure):
@@ -53,26 +53,29 @@ class _Call(ctypes.Structure):
 
 
 @functools.cache
-def _function() -> Any | None:
-    """The compiled one, or None where there is none."""
-    path = compiled_attention()
+def kernels() -> Any | None:
+    """The compiled functions, or None where there are none."""
+    path = compiled_kernels()
     if path is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
     try:
         library = ctypes.CDLL(path)
     except OSError as error:
-        warnings.warn(f"attention is slower than it could be: {path} cannot be loaded ({error})", stacklevel=2)
+        warnings.warn(f"generation is slower than it could be: {path} cannot be loaded ({error})", stacklevel=2)
         return None
-    if (found := ctypes.c_int64.in_dll(library, "onbeat_attend_version").value) != _VERSION:
-        raise RuntimeError(f"{path} is of version {found} of attend.c, not {_VERSION}: install onbeat again")
-    function = library.onbeat_attend
-    function.argtypes = (ctypes.POINTER(_Group), ctypes.c_int64, ctypes.POINTER(_Call))
-    function.restype = None
-    return function
+    if (found := ctypes.c_int64.in_dll(library, "onbeat_kernels_version").value) != _VERSION:
+        raise RuntimeError(f"{path} is of version {found} of kernels.c, not {_VERSION}: install onbeat again")
+    at, number = ctypes.c_void_p, ctypes.c_int64
+    library.onbeat_attend.argtypes = (ctypes.POINTER(_Group), number, ctypes.POINTER(_Call))
+    library.onbeat_rms_norm.argtypes = (at, at, at, number, number, ctypes.c_float)
+    library.onbeat_gate.argtypes = (at, at, at, number)
+    for function in (library.onbeat_attend, library.onbeat_rms_norm, library.onbeat_gate):
+        function.restype = None
+    return library
 
 
 def available() -> bool:
-    return _function() is not None
+    return kernels() is not None
 
 
 def fits(own: torch.Tensor) -> bool:
@@ -116,6 +119,6 @@ class Fused:
             layer, num_heads, len(q_HND) // num_heads, dim, window or 0, scale,
             _Rows.of(q_HND), _Rows.of(k_KND), _Rows.of(v_KND), out_NHD.data_ptr(),
         )  # fmt: skip
-        function = _function()
-        assert function is not None
-        function(self._groups, len(self._groups), call)
+        compiled = kernels()
+        assert compiled is not None
+        compiled.onbeat_attend(self._groups, len(self._groups), call)

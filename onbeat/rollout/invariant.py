@@ -10,6 +10,9 @@ row alone (R1), for any number of rows and threads. The model is not changed.
     activations            torch computes what does not fill a vector register by another function, which rounds
                            differently: the end of each thread's share, wherever that falls. Exponential, tanh and erf
                            by themselves have one function for all.
+    norms, gated layers    to be faster, where kernels.c was compiled: a norm is one pass instead of six operations, and
+                           so is what lies between the products of a gated layer; 4 % together. Only if they compute
+                           what the layer does, which is tried once for every kind of layer.
 
 Packed weights are a second copy of these layers, made anew for every version in the memory of the last one; under LoRA
 once, and the adapter's anew.
@@ -27,6 +30,10 @@ from typing import Any
 import torch
 from transformers import activations
 
+from onbeat.admission import MIN_ROWS
+from onbeat.compiled import VECTOR
+from onbeat.rollout.fused import available, kernels
+
 _EXPECTED_ROWS = 32
 _PACKED: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear,)
 
@@ -40,6 +47,39 @@ class Packed:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class Gated:
+    """A layer of gate, up and down, whatever computes these."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        gates, ups = self._layer.gate_proj(hidden).contiguous(), self._layer.up_proj(hidden).contiguous()
+        compiled = kernels()
+        assert compiled is not None
+        compiled.onbeat_gate(gates.data_ptr(), ups.data_ptr(), gates.data_ptr(), gates.numel())
+        out: torch.Tensor = self._layer.down_proj(gates)
+        return out
+
+
+class Norm:
+    """A root-mean-square norm."""
+
+    def __init__(self, layer: Any) -> None:
+        self._weight: torch.Tensor = layer.weight
+        self._epsilon: float = layer.variance_epsilon
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        out = torch.empty_like(hidden)
+        compiled, dim = kernels(), hidden.shape[-1]
+        assert compiled is not None
+        compiled.onbeat_rms_norm(
+            hidden.data_ptr(), self._weight.data_ptr(), out.data_ptr(), hidden.numel() // dim, dim, self._epsilon
+        )
         return out
 
 
@@ -65,6 +105,11 @@ _ACTIVATIONS: dict[type[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]
 }
 
 
+_SILU = (torch.nn.SiLU, activations.SiLUActivation)
+_tried: dict[type[torch.nn.Module], bool] = {}
+"""Kinds of layers: whether what would stand in computes the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class StandIn:
     layer: torch.nn.Module
@@ -75,16 +120,50 @@ def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
     """For the model's weights as they are now; those of `kept` are good still."""
     if model.dtype != torch.float32 or model.device.type != "cpu" or not _have_onednn():
         return []
-    found = []
+    found: list[StandIn] = []
     before = {other.layer: other for other in kept}
     for layer in model.modules():
         if layer in before:
             found.append(before[layer])
+        elif _is_gated(layer):
+            found.append(StandIn(layer, Gated(layer)))
+        elif _is_norm(layer):
+            found.append(StandIn(layer, Norm(layer)))
         elif type(layer) in _PACKED:
             found.append(StandIn(layer, Packed(layer)))
         elif (activation := _ACTIVATIONS.get(type(layer))) is not None:
             found.append(StandIn(layer, activation))
     return found
+
+
+def _is_gated(layer: Any) -> bool:
+    if type(getattr(layer, "act_fn", None)) not in _SILU:
+        return False
+    parts: list[Any] = [getattr(layer, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(hasattr(part, "in_features") and hasattr(part, "out_features") for part in parts):
+        return False
+    gate, up, down = ((part.in_features, part.out_features) for part in parts)
+    fits = gate == up and gate[1] == down[0] and gate[1] % VECTOR == 0
+    return fits and _computes_the_same(layer, Gated, gate[0])
+
+
+def _is_norm(layer: Any) -> bool:
+    weight = getattr(layer, "weight", None)
+    if not type(layer).__name__.endswith("RMSNorm") or weight is None or not hasattr(layer, "variance_epsilon"):
+        return False
+    fits = weight.dim() == 1 and weight.dtype == torch.float32 and len(weight) % VECTOR == 0
+    return fits and _computes_the_same(layer, Norm, len(weight))
+
+
+@torch.no_grad()
+def _computes_the_same(layer: torch.nn.Module, other: Callable[[Any], Any], width: int) -> bool:
+    if not available():
+        return False
+    kind = type(layer)
+    if kind not in _tried:
+        some = torch.linspace(-3.0, 3.0, MIN_ROWS * width).view(1, MIN_ROWS, width)
+        _tried[kind] = torch.allclose(other(layer)(some), layer(some), rtol=1e-4, atol=1e-5)
+    return _tried[kind]
 
 
 def unchanging(others: Sequence[StandIn]) -> list[StandIn]:

@@ -22,6 +22,7 @@ from onbeat.errors import UndecodableError
 from onbeat.lora import some_addition, with_values
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, GroupCache, Step, Tokens
 from onbeat.rollout.engine import Engine, refuse_undecodable
+from onbeat.rollout.fused import available
 from onbeat.rollout.invariant import StandIn, stand_ins, unchanging
 from onbeat.types import Completion, GroupRequest, Sampling
 
@@ -97,11 +98,12 @@ class FarInto:
         return Step([Tokens(cache)], []).attend(0, self._query[None, :, samples], key, value, 1.0, window)[0]
 
 
-def attention_fingerprint(model: Any) -> str:
-    """Equal where attention over a cache gives equal bits (arithmetic.py): compiled, or by torch's operations."""
+def kernels_fingerprint(model: Any) -> str:
+    """Equal where attention over a cache, norms and gates give equal bits (arithmetic.py): compiled, or by torch's
+    operations."""
     step = FarInto(CacheShape.of(model), model.config.get_text_config().num_attention_heads, length=FAR_PROMPT)
     attended = step.attend(list(range(FAR_SAMPLES)))
-    return hashlib.sha256(attended.cpu().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(attended.cpu().numpy().tobytes() + bytes([available()])).hexdigest()[:16]
 
 
 def _windows(model: Any) -> set[int | None]:

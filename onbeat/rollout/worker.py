@@ -48,7 +48,7 @@ from onbeat.messages import (
 from onbeat.pieces import WHOLE, Share
 from onbeat.rollout.arriving import DELIVERED, Arriving, delivered
 from onbeat.rollout.engine import Engine
-from onbeat.rollout.probe import attention_fingerprint, probe_invariance
+from onbeat.rollout.probe import kernels_fingerprint, probe_invariance
 from onbeat.rollout.stop import Decode, no_text
 from onbeat.weights.snapshot import Blocks, Mapped
 from onbeat.wire import Channel
@@ -226,7 +226,7 @@ def main(
         add_adapter(model, config.lora, config.seed)
         worker = GeneratorWorker(channel, model, capacity, cache_bytes, _decoder(settings.model_dir), threads=threads)
         started(worker)
-        channel.send(GeneratorReady(worker.room, f"{fingerprint()} {attention_fingerprint(model)}"))
+        channel.send(GeneratorReady(worker.room, f"{fingerprint()} {kernels_fingerprint(model)}"))
         worker.run()
     except NumbersError:
         with suppress(OSError):

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from onbeat.errors import UndecodableError
-from onbeat.rollout import cache
+from onbeat.rollout import cache, invariant
 from onbeat.rollout.cache import CacheShape, Step
 from onbeat.rollout.engine import Engine
 from onbeat.rollout.fused import available
@@ -80,7 +80,7 @@ arrivals = st.builds(
 
 
 ATTENTIONS = ("fused", "by operations")
-"""The compiled one, and torch's operations, which compute where it cannot (fused.py)."""
+"""Compiled, norms and gates too, and torch's operations, which compute where nothing is (fused.py)."""
 
 
 @contextmanager
@@ -88,6 +88,7 @@ def attending(how: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if how == "by operations":
             patch.setattr(cache, "fits", lambda own: False)
+            patch.setattr(invariant, "available", lambda: False)
         else:
             assert available()
         yield

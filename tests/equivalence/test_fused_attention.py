@@ -1,5 +1,5 @@
-"""Attention of all samples at once (attend.c) computes what torch's operations do, group by group, and what the formula
-says in float64."""
+"""Attention of all samples at once (kernels.c) computes what torch's operations do, group by group, and what the
+formula says in float64."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.rollout import cache, fused
+from onbeat.rollout import cache, fused, invariant
 from onbeat.rollout.cache import CacheShape, GroupCache, Step, Tokens
 from onbeat.rollout.engine import why_not_decodable
 from onbeat.rollout.fused import available
-from onbeat.rollout.probe import attention_fingerprint
+from onbeat.rollout.probe import kernels_fingerprint
 from tests.fakes.models import ALL_ARCHITECTURES, generate_alone, request, sampling, tiny_model
 
 NUM_LAYERS = 2
@@ -23,7 +23,7 @@ NUM_LAYERS = 2
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """These tests compare it with something else: without it they would compare that with itself."""
-    assert available(), "attend.c was not compiled when onbeat was installed: it needs a C compiler, and AVX2"
+    assert available(), "kernels.c was not compiled when onbeat was installed: it needs a C compiler, and AVX2"
 
 
 groups = st.lists(
@@ -128,9 +128,10 @@ def test_both_ways_give_every_model_the_same_log_probabilities(
     model = copy.deepcopy(tiny_model(architecture))
     wanted = request(0, tuple(range(2, 50)), 5, sampling(30, temperature=0.0))
     compiled = generate_alone(model, wanted)
-    digest = attention_fingerprint(model)
+    digest = kernels_fingerprint(model)
     monkeypatch.setattr(cache, "fits", lambda own: False)
-    assert attention_fingerprint(model) != digest  # generators of both kinds must not share a run
+    assert kernels_fingerprint(model) != digest  # generators of both kinds must not share a run
+    monkeypatch.setattr(invariant, "available", lambda: False)
     for name, completion in generate_alone(model, wanted).items():
         assert completion.sampler_logprobs == pytest.approx(compiled[name].sampler_logprobs, abs=1e-4)
         assert completion.token_ids == compiled[name].token_ids
@@ -138,13 +139,13 @@ def test_both_ways_give_every_model_the_same_log_probabilities(
 
 def test_a_compiled_file_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_VERSION", fused._VERSION + 1)
-    fused._function.cache_clear()
+    fused.kernels.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="install onbeat again"):
             available()
     finally:
         monkeypatch.undo()
-        fused._function.cache_clear()
+        fused.kernels.cache_clear()
     assert available()
 
 

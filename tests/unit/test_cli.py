@@ -134,7 +134,7 @@ def test_a_dry_run_says_how_attention_will_be_computed(
 def test_a_dry_run_says_why_nothing_is_compiled(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "compiled_attention", lambda: None)
+    monkeypatch.setattr(compiled, "compiled_kernels", lambda: None)
     assert main(["train", recipe, "--dry-run"]) == 0
     assert "by torch's operations, SLOWER: no compiler was there" in capsys.readouterr().out
 

@@ -1,22 +1,27 @@
-/* One layer's attention of every sample being decoded, for all groups at once (cache.py, fused.py).
+/* What a generator computes between the products of linear layers.
+
+       attend     one layer's attention of every sample being decoded, for all groups at once (cache.py, fused.py)
+       rms_norm   root-mean-square norms, row by row (invariant.py)
+       gate       silu(gate) * up of a gated layer, number by number (invariant.py)
 
    A query's result is computed from its own numbers, in an order that its own lengths decide: keys are scored by fused
    multiply-adds over the dimensions and a fixed tree of sums, weights are added up by place, values in the order of
    their keys. Queries are taken in pairs only so that keys and values are read once for both, and threads share
-   (group, head) pairs. So bits depend neither on who else is there nor on the number of threads, by construction.
+   (group, head) pairs, a norm's rows, a gate's vectors. So bits depend neither on who else is there nor on the
+   number of threads, by construction.
 
    For x86-64 with AVX2 and FMA; compiled by setup (pyproject.toml) where there is a compiler, else torch's operations
-   do the same (Tokens.attend). OpenMP is torch's: its symbols are found in the process. */
+   do the same. OpenMP is torch's: its symbols are found in the process. */
 
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { VECTOR = 8, KEY_TILE = 64, MAX_QUERIES = 32 };
+enum { VECTOR = 8, KEY_TILE = 64, MAX_QUERIES = 32, WORTH_THREADS = 1 << 14 };
 
 /* What fused.py was written for; to be raised with every change of what follows, or of a bit of the results. */
-const int64_t onbeat_attend_version = 1;
+const int64_t onbeat_kernels_version = 2;
 
 /* As fused.py fills it in: one per group. */
 typedef struct {
@@ -120,6 +125,13 @@ static inline __m256 exponential(__m256 x) {
     return _mm256_andnot_ps(_mm256_cmp_ps(x, least, _CMP_LT_OQ), e);
 }
 
+/* By place, then in pairs. */
+static inline float sum_of(__m256 numbers) {
+    float each[VECTOR];
+    _mm256_storeu_ps(each, numbers);
+    return ((each[0] + each[4]) + (each[1] + each[5])) + ((each[2] + each[6]) + (each[3] + each[7]));
+}
+
 /* Scores become weights that are not yet divided by their sum, which is returned. */
 static float weigh(float *scores, int64_t count) {
     int64_t padded = (count + VECTOR - 1) / VECTOR * VECTOR;
@@ -136,8 +148,7 @@ static float weigh(float *scores, int64_t count) {
         _mm256_storeu_ps(scores + j, weight);
         total = _mm256_add_ps(total, weight);
     }
-    _mm256_storeu_ps(each, total);
-    return ((each[0] + each[4]) + (each[1] + each[5])) + ((each[2] + each[6]) + (each[3] + each[7]));
+    return sum_of(total);
 }
 
 typedef struct {
@@ -217,4 +228,36 @@ void onbeat_attend(const Group *groups, int64_t num_groups, const Call *call) {
                 attend_block(call, group, head, sample, left < most ? left : most);
             }
         }
+}
+
+/* out = weight * x / sqrt(mean of x squared + epsilon), for rows of `dim` numbers, a multiple of VECTOR. */
+void onbeat_rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t dim, float epsilon) {
+#pragma omp parallel for schedule(static) if (rows * dim >= WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *from = x + row * dim;
+        float *to = out + row * dim;
+        __m256 sum[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int64_t d = 0; d < dim; d += VECTOR) {
+            __m256 some = _mm256_loadu_ps(from + d), *mine = &sum[d / VECTOR % 2];
+            *mine = _mm256_fmadd_ps(some, some, *mine);
+        }
+        const float mean = sum_of(_mm256_add_ps(sum[0], sum[1])) / (float)dim;
+        const __m256 scale = _mm256_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean + epsilon))));
+        for (int64_t d = 0; d < dim; d += VECTOR)
+            _mm256_storeu_ps(to + d, _mm256_mul_ps(_mm256_loadu_ps(weight + d),
+                                                   _mm256_mul_ps(_mm256_loadu_ps(from + d), scale)));
+    }
+}
+
+/* out = silu(gate) * up, `count` numbers, a multiple of VECTOR. The exponential is of what is not above zero, on either
+   side of it. */
+void onbeat_gate(const float *gates, const float *ups, float *out, int64_t count) {
+    const __m256 one = _mm256_set1_ps(1.0f), sign = _mm256_set1_ps(-0.0f);
+#pragma omp parallel for schedule(static) if (count >= WORTH_THREADS)
+    for (int64_t n = 0; n < count; n += VECTOR) {
+        __m256 gate = _mm256_loadu_ps(gates + n), e = exponential(_mm256_or_ps(gate, sign));
+        __m256 above = _mm256_blendv_ps(one, e, gate); /* by the sign */
+        __m256 silu = _mm256_div_ps(_mm256_mul_ps(gate, above), _mm256_add_ps(one, e));
+        _mm256_storeu_ps(out + n, _mm256_mul_ps(silu, _mm256_loadu_ps(ups + n)));
+    }
 }
