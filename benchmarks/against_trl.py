@@ -27,7 +27,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import ROOT, Contender, EndedError, Figures, Results, parser, smollm2, summary, take_turns
 from workloads import AGAINST_TRL, WORKLOADS, Workload
 
 TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
@@ -66,10 +66,10 @@ def main() -> None:
 def play(results: Results, name: str, contenders: list[Contender], jobs: list[Figures], folder: Path) -> None:
     try:
         take_turns(results, {"workload": name}, contenders, jobs, WARM_UP, folder)
-    except RuntimeError as error:
+    except EndedError as error:
         if len(contenders) > 1:
             raise
-        print(f"{name}: {contenders[0].name} does not run here: {str(error).splitlines()[-1]}", flush=True)
+        print(f"{name}: {contenders[0].name} does not run here: {str(error).splitlines()[0]}", flush=True)
 
 
 def opponents(model: str, name: str, workload: Workload, tuned: Results) -> list[Contender]:
@@ -95,7 +95,7 @@ def tried(model: str, workload: Workload) -> list[Contender]:
     """Ways to run TRL, each in a process of its own."""
     sizes = [size for size in (8, 16, 32, 64) if size <= workload.completions]
     ways: dict[str, dict[str, Any]] = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in sizes}
-    ways["TRL, continuous batching"] = {"micro_batch": workload.completions, "continuous_batching": True}
+    ways["TRL, continuous batching"] = {"micro_batch": UNTRIED, "continuous_batching": True}
     return [trl(name, model, workload, **how) for name, how in ways.items()]
 
 

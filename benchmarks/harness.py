@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -152,6 +153,10 @@ class Contender:
         return Running([python, str(RIVALS / self.script), json.dumps(self.settings | cell)], environment, log)
 
 
+class EndedError(RuntimeError):
+    """A contender is no more; its first line says why."""
+
+
 class Running:
     """A contender at work. Its output goes to a log, whose end is shown if it dies."""
 
@@ -172,8 +177,11 @@ class Running:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            self._process.wait()
-            raise RuntimeError(f"{self._process.args!r} ended:\n{self._log.read_text()[-3000:]}")
+            code = self._process.wait()
+            why = f"killed by signal {-code}" if code < 0 else f"ended with {code}"
+            if code == -signal.SIGKILL:
+                why += ", most likely for want of memory"
+            raise EndedError(f"{why}\n{self._process.args!r}:\n{self._log.read_text()[-3000:]}")
         figures: Figures = json.loads(line)
         return figures
 

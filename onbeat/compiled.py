@@ -1,4 +1,4 @@
-"""Whether a generator's attention can be the compiled one (rollout/kernels.c). No torch."""
+"""Whether a generator's attention, norms and gates can be the compiled ones (rollout/kernels.c). No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import importlib.util
 from pathlib import Path
 
 VECTOR = 8
-"""Numbers of a head that are computed at once."""
+"""Numbers that are computed at once: of a head, of a row."""
+KERNELS_VERSION = 2
+"""Of kernels.c: its structures, and its bits."""
 
 
 def compiled_kernels() -> str | None:

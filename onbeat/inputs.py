@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from onbeat.compiled import why_not_compiled
+from onbeat.compiled import KERNELS_VERSION, why_not_compiled
 from onbeat.config import Config, TrainerConfig
 from onbeat.errors import CheckpointError
 from onbeat.types import Prompt
@@ -31,7 +31,7 @@ def inputs_of(config: Config, prompts: Sequence[Prompt], held_out: Sequence[Prom
         "held_out": _digest(held_out),
         "model": model_digest(model_dir),
         "processor": processor(),
-        "attention": "by torch's operations" if why_not_compiled() else "compiled",
+        "attention": "by torch's operations" if why_not_compiled() else f"compiled, version {KERNELS_VERSION}",
         "threads": str(config.trainer.threads or len(os.sched_getaffinity(0))),
         "ranks": layout_of(config.trainer),
         "rewards": _files(function.path for function in config.reward.functions),

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onbeat.compiled import VECTOR, compiled_kernels
+from onbeat.compiled import KERNELS_VERSION, VECTOR, compiled_kernels
 
 if TYPE_CHECKING:
     from onbeat.rollout.cache import GroupCache
-
-_VERSION = 2
-"""Of kernels.c: its structures, and its bits."""
 
 
 class _Group(ctypes.Structure):
@@ -63,8 +60,8 @@ def kernels() -> Any | None:
     except OSError as error:
         warnings.warn(f"generation is slower than it could be: {path} cannot be loaded ({error})", stacklevel=2)
         return None
-    if (found := ctypes.c_int64.in_dll(library, "onbeat_kernels_version").value) != _VERSION:
-        raise RuntimeError(f"{path} is of version {found} of kernels.c, not {_VERSION}: install onbeat again")
+    if (found := ctypes.c_int64.in_dll(library, "onbeat_kernels_version").value) != KERNELS_VERSION:
+        raise RuntimeError(f"{path} is of version {found} of kernels.c, not {KERNELS_VERSION}: install onbeat again")
     at, number = ctypes.c_void_p, ctypes.c_int64
     library.onbeat_attend.argtypes = (ctypes.POINTER(_Group), number, ctypes.POINTER(_Call))
     library.onbeat_rms_norm.argtypes = (at, at, at, number, number, ctypes.c_float)

@@ -12,7 +12,7 @@ row alone (R1), for any number of rows and threads. The model is not changed.
                            by themselves have one function for all.
     norms, gated layers    to be faster, where kernels.c was compiled: a norm is one pass instead of six operations, and
                            so is what lies between the products of a gated layer; 4 % together. Only if they compute
-                           what the layer does, which is tried once for every kind of layer.
+                           what the layer does with some numbers, which is tried.
 
 Packed weights are a second copy of these layers, made anew for every version in the memory of the last one; under LoRA
 once, and the adapter's anew.
@@ -57,30 +57,36 @@ class Gated:
         self._layer = layer
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gates, ups = self._layer.gate_proj(hidden).contiguous(), self._layer.up_proj(hidden).contiguous()
-        compiled = kernels()
-        assert compiled is not None
-        compiled.onbeat_gate(gates.data_ptr(), ups.data_ptr(), gates.data_ptr(), gates.numel())
-        out: torch.Tensor = self._layer.down_proj(gates)
+        layer = self._layer
+        out: torch.Tensor = layer.down_proj(let_through(layer.gate_proj(hidden), layer.up_proj(hidden)))
         return out
 
 
 class Norm:
-    """A root-mean-square norm."""
+    """A root-mean-square norm, with whatever weights it has."""
 
     def __init__(self, layer: Any) -> None:
-        self._weight: torch.Tensor = layer.weight
-        self._epsilon: float = layer.variance_epsilon
+        self._layer = layer
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden.contiguous()
-        out = torch.empty_like(hidden)
-        compiled, dim = kernels(), hidden.shape[-1]
-        assert compiled is not None
-        compiled.onbeat_rms_norm(
-            hidden.data_ptr(), self._weight.data_ptr(), out.data_ptr(), hidden.numel() // dim, dim, self._epsilon
-        )
-        return out
+        return rms_norm(hidden, self._layer.weight, self._layer.variance_epsilon)
+
+
+def let_through(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
+    """silu(gates) * ups, in the place of the gates if they lie in a row."""
+    gates, ups, compiled = gates.contiguous(), ups.contiguous(), kernels()
+    assert compiled is not None
+    compiled.onbeat_gate(gates.data_ptr(), ups.data_ptr(), gates.data_ptr(), gates.numel())
+    return gates
+
+
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    hidden, compiled = hidden.contiguous(), kernels()
+    assert compiled is not None
+    out, dim = torch.empty_like(hidden), hidden.shape[-1]
+    rows = hidden.numel() // dim
+    compiled.onbeat_rms_norm(hidden.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, dim, epsilon)
+    return out
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -106,8 +112,6 @@ _ACTIVATIONS: dict[type[torch.nn.Module], Callable[[torch.Tensor], torch.Tensor]
 
 
 _SILU = (torch.nn.SiLU, activations.SiLUActivation)
-_tried: dict[type[torch.nn.Module], bool] = {}
-"""Kinds of layers: whether what would stand in computes the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class StandIn:
 
 def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
     """For the model's weights as they are now; those of `kept` are good still."""
-    if model.dtype != torch.float32 or model.device.type != "cpu" or not _have_onednn():
+    if not _stood_for(model):
         return []
     found: list[StandIn] = []
     before = {other.layer: other for other in kept}
@@ -136,34 +140,48 @@ def stand_ins(model: Any, kept: Sequence[StandIn] = ()) -> list[StandIn]:
     return found
 
 
+def compiled_bits(model: Any) -> bytes:
+    """What a norm and a gate make of some numbers; nothing if the model's are not compiled."""
+    if not _stood_for(model) or not available():
+        return b""
+    some = torch.linspace(-9.0, 9.0, 256).view(4, 64)
+    both = rms_norm(some, some[1], 1e-5), let_through(some.clone(), some)
+    return torch.cat(both).numpy().tobytes()
+
+
 def _is_gated(layer: Any) -> bool:
-    if type(getattr(layer, "act_fn", None)) not in _SILU:
+    if type(getattr(layer, "act_fn", None)) not in _SILU or not available():
         return False
     parts: list[Any] = [getattr(layer, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(hasattr(part, "in_features") and hasattr(part, "out_features") for part in parts):
         return False
     gate, up, down = ((part.in_features, part.out_features) for part in parts)
-    fits = gate == up and gate[1] == down[0] and gate[1] % VECTOR == 0
-    return fits and _computes_the_same(layer, Gated, gate[0])
+    return gate == up and gate[1] == down[0] and gate[1] % VECTOR == 0 and _gates(layer, *gate)
+
+
+def _gates(layer: Any, width: int, inner: int) -> bool:
+    """Tried without its weights, so that every version of them has the same answer."""
+    some = torch.linspace(-100.0, 100.0, MIN_ROWS * inner).view(1, MIN_ROWS, inner)
+    given = (lambda hidden: some.clone(), lambda hidden: some.flip(1), lambda hidden: hidden)
+    parts = (layer.gate_proj, layer.up_proj, layer.down_proj)
+    with standing_in([StandIn(part, compute) for part, compute in zip(parts, given, strict=True)]):
+        return _computes_the_same(layer, Gated(layer), torch.zeros(1, MIN_ROWS, width))
 
 
 def _is_norm(layer: Any) -> bool:
     weight = getattr(layer, "weight", None)
     if not type(layer).__name__.endswith("RMSNorm") or weight is None or not hasattr(layer, "variance_epsilon"):
         return False
-    fits = weight.dim() == 1 and weight.dtype == torch.float32 and len(weight) % VECTOR == 0
-    return fits and _computes_the_same(layer, Norm, len(weight))
+    if weight.dim() != 1 or weight.dtype != torch.float32 or len(weight) % VECTOR or not available():
+        return False
+    some = torch.linspace(-3.0, 3.0, MIN_ROWS * len(weight)).view(1, MIN_ROWS, len(weight))
+    return _computes_the_same(layer, Norm(layer), some)
 
 
 @torch.no_grad()
-def _computes_the_same(layer: torch.nn.Module, other: Callable[[Any], Any], width: int) -> bool:
-    if not available():
-        return False
-    kind = type(layer)
-    if kind not in _tried:
-        some = torch.linspace(-3.0, 3.0, MIN_ROWS * width).view(1, MIN_ROWS, width)
-        _tried[kind] = torch.allclose(other(layer)(some), layer(some), rtol=1e-4, atol=1e-5)
-    return _tried[kind]
+def _computes_the_same(layer: Any, other: Callable[[torch.Tensor], torch.Tensor], some: torch.Tensor) -> bool:
+    own, ours = layer(some), other(some)
+    return isinstance(own, torch.Tensor) and own.shape == ours.shape and torch.allclose(ours, own, rtol=1e-5, atol=1e-6)
 
 
 def unchanging(others: Sequence[StandIn]) -> list[StandIn]:
@@ -171,9 +189,9 @@ def unchanging(others: Sequence[StandIn]) -> list[StandIn]:
     return [other for other in others if not any(p.requires_grad for p in other.layer.parameters())]
 
 
-def _have_onednn() -> bool:
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return available
+def _stood_for(model: Any) -> bool:
+    have_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return model.dtype == torch.float32 and model.device.type == "cpu" and have_onednn
 
 
 @contextmanager

@@ -104,8 +104,8 @@ class Reception:
         """Of a generator from anywhere; the first of all is what the others are compared with."""
         if generator.repeatable and self._arithmetic() not in (None, generator.arithmetic):
             return (
-                "its processor, its build of torch or its attention (compiled, or not: docs/install.md) computes other "
-                "bits than the run's generators do, so the run would not be exact any more"
+                "its processor, its build of torch or its attention and norms (compiled, or not: docs/install.md) "
+                "computes other bits than the run's generators do, so the run would not be exact any more"
             )
         self._known = self._known or generator.arithmetic
         return None

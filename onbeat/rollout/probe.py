@@ -22,8 +22,7 @@ from onbeat.errors import UndecodableError
 from onbeat.lora import some_addition, with_values
 from onbeat.rollout.cache import ATTENTION, CHUNK_TOKENS, CacheShape, GroupCache, Step, Tokens
 from onbeat.rollout.engine import Engine, refuse_undecodable
-from onbeat.rollout.fused import available
-from onbeat.rollout.invariant import StandIn, stand_ins, unchanging
+from onbeat.rollout.invariant import StandIn, compiled_bits, stand_ins, unchanging
 from onbeat.types import Completion, GroupRequest, Sampling
 
 FAR_SAMPLES, FAR_PROMPT = 7, 40
@@ -103,7 +102,7 @@ def kernels_fingerprint(model: Any) -> str:
     operations."""
     step = FarInto(CacheShape.of(model), model.config.get_text_config().num_attention_heads, length=FAR_PROMPT)
     attended = step.attend(list(range(FAR_SAMPLES)))
-    return hashlib.sha256(attended.cpu().numpy().tobytes() + bytes([available()])).hexdigest()[:16]
+    return hashlib.sha256(attended.cpu().numpy().tobytes() + compiled_bits(model)).hexdigest()[:16]
 
 
 def _windows(model: Any) -> set[int | None]:

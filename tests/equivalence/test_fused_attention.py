@@ -138,7 +138,7 @@ def test_both_ways_give_every_model_the_same_log_probabilities(
 
 
 def test_a_compiled_file_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_VERSION", fused._VERSION + 1)
+    monkeypatch.setattr(fused, "KERNELS_VERSION", fused.KERNELS_VERSION + 1)
     fused.kernels.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="install onbeat again"):

@@ -10,7 +10,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = f"""
-import json, sys
+import json, os, signal, sys
 sys.path.insert(0, {str(BENCHMARKS / "rivals")!r})
 import contender
 
@@ -18,6 +18,8 @@ def prepare(settings):
     def run(job):
         with open(settings["diary"], "a") as diary:
             diary.write(f"{{settings['name']}}{{job['seed']}} ")
+        if settings.get("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
         return {{"seconds": 1.0}}
     return run
 
@@ -106,3 +108,8 @@ def test_a_machine_that_never_gets_quiet_is_refused_with_the_way_out(monkeypatch
     monkeypatch.setattr(harness, "QUIET_WITHIN_S", 0.01)
     with pytest.raises(RuntimeError, match=r"stop it .* it goes on where it was"):
         harness.wait_until_quiet()
+
+
+def test_of_a_contender_that_was_killed_it_is_said_first_by_what(harness: Any, tmp_path: Path) -> None:
+    with pytest.raises(harness.EndedError, match=r"^killed by signal 9, most likely for want of memory\n"):
+        Benchmark(harness, tmp_path).turns(dies=True)
