@@ -8,7 +8,8 @@
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
 turn, which begins when nobody works any more. A benchmark that was interrupted goes on where it was: rounds that are in
 the file are not made again (--again makes them), if they are of this machine, the same code (onbeat/, rivals/, pinned
-versions) and the same settings, and if they are whole: what is compared has taken turns.
+versions) and the same settings, and if they are whole: what is compared has taken turns. Cells that are not asked for
+stay as they are, whatever machine they are of; those of one cell are of one machine.
 """
 
 from __future__ import annotations
@@ -222,11 +223,10 @@ class Results:
     def __init__(self, path: Path, again: bool) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._content: Figures = {"machine": machine(), "results": []}
+        self._content: Figures = {"results": []}
+        self._machine = machine()
         if path.exists() and not again:
-            found = json.loads(path.read_text())
-            if found.get("machine") == self._content["machine"]:
-                self._content = found
+            self._content = json.loads(path.read_text())
         self._content |= {"code": code(), "command": command()}
 
     def of(self, cell: Cell, contender: str) -> Figures:
@@ -234,18 +234,22 @@ class Results:
             if (result["cell"], result["contender"]) == (cell, contender):
                 found: Figures = result
                 return found
-        result = {"cell": cell, "contender": contender, "versions": {}, "runs": []}
+        result = {"cell": cell, "contender": contender, "machine": self._machine, "versions": {}, "runs": []}
         self._content["results"].append(result)
         return result
 
     def expect(self, cell: Cell, contender: Contender, jobs: Sequence[Figures] = ({},)) -> Figures:
-        """What there is of the contender; runs of other code, settings or jobs are forgotten."""
+        """What there is of the contender; runs of other code, settings or jobs are forgotten, and those of other
+        machines with whatever they were compared with."""
+        for other in [each for each in self._content["results"] if each["cell"] == cell]:
+            if other["machine"] != self._machine:
+                self._content["results"].remove(other)
         result = self.of(cell, contender.name)
         asked = hashlib.sha256(json.dumps(jobs[0], sort_keys=True).encode()).hexdigest()[:16]
         now = {"settings": contender.described, "sources": sources(), "job": asked}
         if any(result.get(name) != value for name, value in now.items()):
             result |= {"versions": {}, **now, "code": code(), "runs": []}
-            for name in result.keys() - {"cell", "contender", "versions", "code", "runs", *now}:
+            for name in result.keys() - {"cell", "contender", "machine", "versions", "code", "runs", *now}:
                 del result[name]
         return result
 

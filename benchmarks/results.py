@@ -77,21 +77,19 @@ class Measured:
         made = [result for result in self.content.get("results", []) if result["runs"]]
         if not made:
             return NOT_MEASURED
-        machine = self.content["machine"]
-        where = ", ".join(
-            [
-                machine["processor"],
-                *([machine["instructions"]] if "instructions" in machine else []),
-                f"{machine['cores']} cores",
-                f"{machine['memory_gib']} GiB",
-            ]
-        )
+        machines = list({described(result["machine"]): result["machine"] for result in made}.values())
         packages = {name: version for result in made for name, version in result["versions"].items()}
-        versions = [f"Python {machine['python']}", *(f"{name} {version}" for name, version in packages.items())]
+        pythons = {f"Python {machine['python']}" for machine in machines}
+        versions = [*sorted(pythons), *(f"{name} {version}" for name, version in packages.items())]
         commits = {result.get("code") or self.content.get("code") or "unknown" for result in made}
         dates = {result["date"] for result in made if "date" in result}
         when = f"commit {', '.join(sorted(commits))}" + (f", {', '.join(sorted(dates))}" if dates else "")
-        return "; ".join([where, ", ".join(versions), when])
+        return "; ".join([" and ".join(map(described, machines)), ", ".join(versions), when])
+
+
+def described(machine: Figures) -> str:
+    known = [machine["processor"], *([machine["instructions"]] if "instructions" in machine else [])]
+    return ", ".join([*known, f"{machine['cores']} cores", f"{machine['memory_gib']} GiB"])
 
 
 Table = list[Sequence[str]]

@@ -41,7 +41,7 @@ class Benchmark:
     """Of two contenders, real processes that note in a diary whose turn it was; the second does one job only."""
 
     def __init__(self, harness: Any, folder: Path) -> None:
-        self.harness, self.folder = harness, folder
+        self.harness, self.folder, self.cell = harness, folder, 1
         (folder / "script.py").write_text(SCRIPT)
 
     def contenders(self, **more: Any) -> list[Any]:
@@ -58,7 +58,7 @@ class Benchmark:
         diary = self.folder / "diary"
         diary.write_text("")
         results = self.harness.Results(self.folder / "bench.json", again=False)
-        self.harness.take_turns(results, {"cell": 1}, self.contenders(**more), JOBS, {"seed": 0}, self.folder)
+        self.harness.take_turns(results, {"cell": self.cell}, self.contenders(**more), JOBS, {"seed": 0}, self.folder)
         return diary.read_text().strip()
 
     def forget(self, *lost: tuple[str, int]) -> None:
@@ -91,6 +91,20 @@ def test_a_round_that_was_interrupted_is_made_again_by_all(benchmark: Benchmark)
 def test_a_contender_with_other_settings_is_compared_with_new_runs_of_the_others(benchmark: Benchmark) -> None:
     benchmark.turns()
     assert benchmark.turns(threads=2) == "a0 b0 c0 a1 b1 c1 a2 b2 a3 b3"
+
+
+def test_a_cell_is_of_one_machine_and_the_other_cells_stay(
+    benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark.turns()
+    benchmark.cell = 2
+    benchmark.turns()
+    elsewhere = benchmark.harness.machine() | {"cores": 1000}
+    monkeypatch.setattr(benchmark.harness, "machine", lambda: elsewhere)
+    assert benchmark.turns() == "a0 b0 c0 a1 b1 c1 a2 b2 a3 b3"
+    results = json.loads((benchmark.folder / "bench.json").read_text())["results"]
+    cores = [(result["cell"]["cell"], result["machine"]["cores"] == 1000, len(result["runs"])) for result in results]
+    assert cores == [(1, False, 3), (1, False, 3), (1, False, 1), (2, True, 3), (2, True, 3), (2, True, 1)]
 
 
 def test_the_machine_is_told_apart_by_its_instructions(harness: Any) -> None:
