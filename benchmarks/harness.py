@@ -290,7 +290,8 @@ def take_turns(
     rehearsal: Callable[[Contender], Figures] | None = None,
 ) -> None:
     """Give every contender every job, job by job; the first answer of each, to `warm_up`, tells how long it took to
-    start and to come up with something. All do their `rehearsal` before, off the record."""
+    start and to come up with something. When the last has started all do their `rehearsal`, off the record: who has
+    slept through the minutes another takes to start is cold, and would be measured so."""
     contenders = list(contenders)
     found = {contender.name: results.expect(cell, contender, jobs)["runs"] for contender in contenders}
     whole = min(
@@ -300,21 +301,24 @@ def take_turns(
         for runs in found.values():
             del runs[whole:]
     missing = [contender for contender in contenders if len(found[contender.name]) < min(len(jobs), contender.repeats)]
+    first_of: dict[str, Contender] = {}
+    for contender in missing:
+        first_of.setdefault(contender.process, contender)
     running: dict[str, Running] = {}
     try:
-        for contender in missing:
-            if contender.process in running:
-                continue
+        for process, contender in first_of.items():
             if contender.environment is not None:
                 rival_python(contender.environment)
             wait_until_quiet()
             began_s = time.monotonic()
             log = logs / f"{contender.name.replace(' ', '-')}.log"
-            running[contender.process] = contender.start(cell, log)
-            running[contender.process].run(warm_up | contender.job)
+            running[process] = contender.start(cell, log)
+            running[process].run(warm_up | contender.job)
             results.of(cell, contender.name)["start_s"] = round(time.monotonic() - began_s, 2)
-            if rehearsal is not None:
-                running[contender.process].run(rehearsal(contender) | contender.job)
+        if rehearsal is not None:
+            for process, contender in first_of.items():
+                wait_until_quiet()
+                running[process].run(rehearsal(contender) | contender.job)
         for number, job in enumerate(jobs):
             for contender in missing:
                 if len(results.of(cell, contender.name)["runs"]) <= number < contender.repeats:

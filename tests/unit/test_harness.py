@@ -41,7 +41,7 @@ class Benchmark:
     """Of two contenders, real processes that note in a diary whose turn it was; the second does one job only."""
 
     def __init__(self, harness: Any, folder: Path) -> None:
-        self.harness, self.folder, self.cell = harness, folder, 1
+        self.harness, self.folder, self.cell, self.rehearsal = harness, folder, 1, None
         (folder / "script.py").write_text(SCRIPT)
 
     def contenders(self, **more: Any) -> list[Any]:
@@ -58,7 +58,9 @@ class Benchmark:
         diary = self.folder / "diary"
         diary.write_text("")
         results = self.harness.Results(self.folder / "bench.json", again=False)
-        self.harness.take_turns(results, {"cell": self.cell}, self.contenders(**more), JOBS, {"seed": 0}, self.folder)
+        self.harness.take_turns(
+            results, {"cell": self.cell}, self.contenders(**more), JOBS, {"seed": 0}, self.folder, self.rehearsal
+        )
         return diary.read_text().strip()
 
     def forget(self, *lost: tuple[str, int]) -> None:
@@ -80,6 +82,11 @@ def benchmark(harness: Any, tmp_path: Path) -> Benchmark:
 def test_contenders_take_turns_job_by_job_and_nothing_is_made_twice(benchmark: Benchmark) -> None:
     assert benchmark.turns() == "a0 b0 c0 a1 b1 c1 a2 b2 a3 b3"
     assert benchmark.turns() == ""
+
+
+def test_all_rehearse_when_the_last_has_started_so_that_nobody_takes_turns_cold(benchmark: Benchmark) -> None:
+    benchmark.rehearsal = lambda contender: {"seed": f"-{contender.name}"}
+    assert benchmark.turns() == "a0 b0 c0 a-a b-b c-c a1 b1 c1 a2 b2 a3 b3"
 
 
 def test_a_round_that_was_interrupted_is_made_again_by_all(benchmark: Benchmark) -> None:
