@@ -185,7 +185,7 @@ class TrainerConfig(_Section):
     """Old policy and reference lie in host memory, and come to the device for their pass; with shard all that a rank
     keeps does, and comes layer by layer."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Threads per rank; 0: all cores, shared with the generators without spinning."""
+    """Threads per rank; 0: all cores; of a single rank, its share of them while generators of the machine work."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-6
     """AdamW's, after warm-up."""
     warmup_updates: Annotated[int, Field(ge=0)] = 0

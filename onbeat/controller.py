@@ -198,6 +198,7 @@ async def _train(
         check_inputs(checkpoint.manifest.inputs, session.inputs, warn)  # before anything is started
     trainer = TrainerRanks(config, session.launcher, session.worker_settings, recorder.span, session.pool.trainer_works)
     session.closing.callback(trainer.close)
+    session.pool.on_work = trainer.work_beside
     await trainer.start(checkpoint.directory if checkpoint else None)
     session.inputs[TRAINER] = trainer.arithmetic
     if checkpoint is not None:

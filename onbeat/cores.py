@@ -1,8 +1,8 @@
 """How generators and trainer share the cores of one machine. No torch.
 
 Decoding scales badly over cores, training well: measured on two, a generator gains 1.4 from the second, a trainer 1.9.
-So while the trainer works each side gets its share; while it waits, the generators take what it leaves. (The trainer
-keeps its number: the bits of its sums depend on it. A generator's do not; it makes sure of that before it changes.)
+So while both work each gets its share, and who works alone takes all. Neither's bits depend on the number; both make
+sure of that before they change it (rollout/probe.py, training/threads.py).
 """
 
 from __future__ import annotations
@@ -29,3 +29,13 @@ def rank_threads(asked: int, num_ranks: int, cores: int, reserved: float = 0.0) 
     """Of a trainer rank; 0: all cores there are. Ranks of one machine work at the same time, and share them; in a
     cluster each has at least the cores that are reserved for it."""
     return asked or (0 if num_ranks == 1 else max(1, cores // num_ranks, int(reserved)))
+
+
+def beside_generators(alone: int, num_generators: int) -> int:
+    """Of a trainer that has `alone` to itself while generators wait, and so many work now."""
+    return max(1, alone // (num_generators + 1))
+
+
+def possible_threads(alone: int) -> list[int]:
+    """All that come of it, however many generators there are."""
+    return sorted({beside_generators(alone, number) for number in range(alone)}, reverse=True)

@@ -50,7 +50,7 @@ def _trainer_threads(trainer: TrainerConfig, cores: int) -> str:
         return f"{trainer.threads} threads, as the recipe says"
     if trainer.ranks > 1:
         return f"{rank_threads(0, trainer.ranks, cores)} threads each, its share of the cores"
-    return f"{cores} threads: all cores, since a side that waits sleeps and leaves them to the other"
+    return f"{cores} threads: all cores, and its share of them while generators work"
 
 
 def _ranks(trainer: TrainerConfig) -> str:

@@ -199,6 +199,12 @@ class Accumulated(Struct, frozen=True, tag=True):
     ended_s: float
 
 
+class WorkBeside(Struct, frozen=True, tag=True):
+    """So many generators of the machine work now. Out of turn, and not answered."""
+
+    num_generators: int
+
+
 class Step(Struct, frozen=True, tag=True):
     totals: UpdateTotals
 
@@ -287,7 +293,7 @@ class ScoreResult(Struct, frozen=True, tag=True):
 
 ToGenerator = Stage | WeightBytes | Activate | Submit | Cancel | ShareCores | Refused
 FromGenerator = GeneratorReady | Failed | Staged | Activated | Completed | FirstToken | Progress | Leaving
-ToTrainer = Meet | Accumulate | Step | TakeSnapshot | SavePart | Export
+ToTrainer = Meet | WorkBeside | Accumulate | Step | TakeSnapshot | SavePart | Export
 FromTrainer = Listening | TrainerReady | Failed | Accumulated | Stepped | SnapshotTaken | PartSaved | Exported
 ToScorer = ScoreCall
 FromScorer = ScorerReady | Failed | ScoreResult

@@ -142,6 +142,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
 async def learn(config: Config, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     async with open_session(config, folder, no_trace, print, print) as session:
         trainer = TrainerRanks(config, session.launcher, session.worker_settings, no_trace, session.pool.trainer_works)
+        session.pool.on_work = trainer.work_beside
         session.closing.callback(trainer.close)
         await trainer.start(None)
         run = Run(session, trainer, settings)

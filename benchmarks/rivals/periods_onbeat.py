@@ -167,6 +167,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         session = await opened.__aenter__()
         launcher = Launching(session.launcher, settings["trainer"]) if "trainer" in settings else session.launcher
         trainer = TrainerRanks(config, launcher, session.worker_settings, trace, session.pool.trainer_works)
+        session.pool.on_work = trainer.work_beside
         session.closing.callback(trainer.close)
         await trainer.start(None)
         return Workers(session, trainer, spans, config.schedule.prompts_per_period)

@@ -135,6 +135,10 @@ class Pool:
         """Whether generators are on their way."""
         self.on_gone: Callable[[str, Exception | None, bool], None] = lambda name, error, served: None
         """Told of every generator that was lost, with the reason, or has left; and whether it had done anything."""
+        self.on_work: Callable[[int], None] = lambda num_generators: None
+        """Told how many generators of this machine are at work, whenever that changes."""
+        self._at_work: set[str] = set()
+        """Those, by name."""
 
     # -- generators ------------------------------------------------------------------------------------------
 
@@ -192,6 +196,15 @@ class Pool:
         here = [member.generator for member in self._members.values() if member.generator.local]
         for generator in here:
             generator.share_cores(len(here), self._trainer_works)
+
+    def _works(self, member: Member) -> None:
+        """It owes something now, or nothing any more."""
+        if not member.generator.local:
+            return
+        before = len(self._at_work)
+        (self._at_work.add if member.outstanding else self._at_work.discard)(member.name)
+        if len(self._at_work) != before:
+            self.on_work(len(self._at_work))
 
     def serves(self, worker: str, version: int) -> None:
         """The generator has loaded and verified `version` (R4)."""
@@ -259,6 +272,9 @@ class Pool:
         if isinstance(error, NumbersError) or (isinstance(error, UndecodableError) and not self.has_served):
             self.fail(error)
             return
+        if worker in self._at_work:
+            self._at_work.discard(worker)
+            self.on_work(len(self._at_work))
         self.counts.lost_workers += 1
         self.last_loss = error
         self._share_cores()
@@ -321,6 +337,7 @@ class Pool:
         member.forgive(key)
         del member.began_s[key]
         self._openings.update(member)
+        self._works(member)
         member.generator.cancel(key)
         self._let_go(member)
 
@@ -397,6 +414,7 @@ class Pool:
             name, now_s = f"{stream} {period}.{slot}", asyncio.get_running_loop().time()
             self._durations_s.append(now_s - member.began_s[key])
             self._trace(member.name, name, member.began_s.pop(key), now_s)
+            self._works(member)
         self._openings.update(member)
         self._let_go(member)
 
@@ -429,6 +447,7 @@ class Pool:
     def _send(self, request: GroupRequest, member: Member) -> None:
         self._jobs[request.key].holders[member.name] = member
         member.owes(request, asyncio.get_running_loop().time())
+        self._works(member)
         self._openings.update(member)
         member.generator.submit(request)
 

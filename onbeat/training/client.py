@@ -36,6 +36,7 @@ from onbeat.messages import (
     Stepped,
     TakeSnapshot,
     TrainerReady,
+    WorkBeside,
     WorkerSettings,
 )
 from onbeat.protocols import Child, Launcher, Snapshot, Tracer, UpdateReport
@@ -121,6 +122,11 @@ class RankClient:
         self._window.release()
         if not answer.cancelled() and answer.exception() is None and isinstance(done := answer.result(), Accumulated):
             self._trace(self._child.name, f"micro-batch {done.index}", done.began_s, done.ended_s)
+
+    def work_beside(self, num_generators: int) -> None:
+        """So many generators of the machine work now."""
+        if self._failure is None:
+            self._child.connection.send(WorkBeside(num_generators))
 
     async def step(self, totals: UpdateTotals) -> UpdateReport:
         stepped = await self._ask(Step(totals), Stepped)

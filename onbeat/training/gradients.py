@@ -22,22 +22,20 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from onbeat.device import product_dtype
+from onbeat.training.products import linear, product
 
 
 def add_product(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """weight.grad += left @ right"""
     if weight.grad is None:
-        add(weight, torch.mm(left, right))
+        add(weight, product(left, right))
     else:
         add_product_to(weight.grad, left, right)
 
 
 def add_product_to(gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """gradient += left @ right"""
-    if gradient.dtype == left.dtype:
-        gradient.addmm_(left, right)
-    else:
-        gradient += torch.mm(left, right)
+    gradient += product(left, right)
 
 
 def collected(parameter: torch.Tensor) -> torch.Tensor:
@@ -60,16 +58,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias  # themselves: what is saved comes back, under checkpointing, as a copy
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         grad_rows = gradients[0].flatten(0, -2)
-        add_product(weight, grad_rows.T, x.flatten(0, -2))
+        if weight.requires_grad:
+            add_product(weight, grad_rows.T, x.flatten(0, -2))
         if bias is not None and bias.requires_grad:
             add(bias, grad_rows.sum(dim=0))
-        grad_x = torch.mm(grad_rows, weight.to(grad_rows.dtype)).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_x = product(grad_rows, weight.to(grad_rows.dtype)).view_as(x) if ctx.needs_input_grad[0] else None
         return grad_x, None, None
 
 
@@ -98,13 +97,15 @@ class gradients_in_place(TorchFunctionMode):  # noqa: N801  # reads as what it d
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        ours = _IN_PLACE.get(function) if torch.is_grad_enabled() else None
-        return (ours or function)(*args, **(kwargs or {}))
+        return _IN_PLACE.get(function, function)(*args, **(kwargs or {}))
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    if _collects(weight) and (bias is None or bias.is_leaf):
-        return _Linear.apply(input.to(product_dtype(input.dtype)), weight, bias)  # type: ignore[no-untyped-call]
+    x = input.to(product_dtype(input.dtype))
+    if not torch.is_grad_enabled():
+        return linear(x, weight, bias)
+    if weight.is_leaf and not isinstance(weight, DTensor) and (bias is None or bias.is_leaf):
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return F.linear(input, weight, bias)
 
 
@@ -117,7 +118,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if _collects(weight) and max_norm is None and not scale_grad_by_freq and not sparse:
+    if torch.is_grad_enabled() and _collects(weight) and max_norm is None and not scale_grad_by_freq and not sparse:
         return _Embedding.apply(input, weight, padding_idx)  # type: ignore[no-untyped-call]
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from onbeat.device import as_given, product_dtype
 from onbeat.training.gradients import add_product_to, collected
+from onbeat.training.products import linear
 
 KEPT_BYTES = 256 << 20
 """So much may stay from forward to backward: blocks beyond are computed twice."""
@@ -153,18 +154,12 @@ class _Logits:
         num_words = min(BLOCK_WORDS, max(64, BLOCK_BYTES // word_bytes))
         last = len(weight_V_H)
         self.blocks = [slice(first, min(first + num_words, last)) for first in range(0, last, num_words)]
-        self._room = torch.empty(len(hidden_T_H) * min(num_words, last), dtype=hidden_T_H.dtype)
 
     def of(self, words: slice) -> torch.Tensor:
-        """[T, B], where the block before was: that memory is still in the cache."""
-        hidden = self._hidden
-        weight = self._weight[words].to(hidden.dtype)
-        out = self._room[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-        if self._bias is None:
-            torch.mm(hidden, weight.T, out=out)
-        else:
-            torch.addmm(self._bias[words].to(hidden.dtype), hidden, weight.T, out=out)
-        logits = out.to(self._exact)
+        """[T, B]"""
+        dtype = self._hidden.dtype
+        bias = None if self._bias is None else self._bias[words].to(dtype)
+        logits = linear(self._hidden, self._weight[words].to(dtype), bias).to(self._exact)
         return logits if self._temperature == 1.0 else logits.div_(self._temperature)
 
 

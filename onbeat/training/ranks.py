@@ -122,6 +122,11 @@ class TrainerRanks:
         self._generation += 1
         await self.start(checkpoint)
 
+    def work_beside(self, num_generators: int) -> None:
+        """So many generators of the machine work now."""
+        for rank in self.ranks:
+            rank.work_beside(num_generators)
+
     @property
     def why_not_shared(self) -> str | None:
         """Why completions are trained with a copy of the prompt each; None if they share it."""

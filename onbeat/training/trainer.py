@@ -31,6 +31,7 @@ from onbeat.protocols import UpdateReport
 from onbeat.training.losses import denominator, importance_weights, kl_estimate, token_weights
 from onbeat.training.parallel import ALONE, Ranks
 from onbeat.training.state import Trained, load_rank_state, rank_state, trained
+from onbeat.training.threads import same_bits
 from onbeat.training.tri_model import Logprobs, TriModel, TriPrompt
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights import snapshot, spread
@@ -99,6 +100,14 @@ class PolicyTrainer:
         self._sums = _Sums()
         self._writer = snapshot.SnapshotWriter()
         self._spread_writer = spread.SpreadWriter(ranks)
+
+    def computes_alike(self, counts: Sequence[int]) -> bool:
+        """Whether a micro-batch comes out the same with each of these numbers of threads, and there is a choice."""
+        return (
+            len(counts) > 1
+            and self.why_not_shared is None
+            and same_bits(self._models, self._settings.pack_tokens, counts)
+        )
 
     def accumulate(self, microbatch: MicroBatch, parts_of_round: int = 0) -> None:
         """Forward and backward over the micro-batch; the gradient is added to what is there. `parts_of_round`: with

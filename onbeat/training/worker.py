@@ -6,6 +6,9 @@
 Weights and moments move in `step` alone, which waits for the saving thread: what is written is one moment's state, and
 no copy of it is made. One part is written at a time. The socket is locked per message.
 
+While a micro-batch is computed the main thread looks, between two products, for what has come meanwhile: WorkBeside
+counts at once (threads.py), everything else waits its turn.
+
 One of several ranks meets the others first (parallel.py). They carry out the same orders in the same order, each from
 its own socket, and wait for each other in the collectives.
 """
@@ -16,6 +19,8 @@ import os
 import socket
 import threading
 import time
+from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -24,7 +29,8 @@ import torch
 from onbeat.arithmetic import fingerprint
 from onbeat.checkpoint import Tensor, write_part
 from onbeat.config import Config, TrainerConfig
-from onbeat.device import prepare_process, synchronize
+from onbeat.cores import possible_threads
+from onbeat.device import HOST, device, prepare_process, synchronize
 from onbeat.errors import CheckpointError, InputError, WorkerError
 from onbeat.functions import raised
 from onbeat.lora import save_model
@@ -44,17 +50,30 @@ from onbeat.messages import (
     TakeSnapshot,
     ToTrainer,
     TrainerReady,
+    WorkBeside,
     WorkerSettings,
 )
 from onbeat.training.export import write_model
 from onbeat.training.parallel import ALONE, MeetingPoint, Ranks, join
+from onbeat.training.threads import SharedCores
 from onbeat.training.trainer import PolicyTrainer, model_snapshot
 from onbeat.wire import Channel
 
 
 class TrainerWorker:
-    def __init__(self, channel: Channel[ToTrainer], trainer: PolicyTrainer, model_dir: Path, rank: int = 0) -> None:
+    def __init__(
+        self,
+        channel: Channel[ToTrainer],
+        trainer: PolicyTrainer,
+        model_dir: Path,
+        rank: int = 0,
+        *,
+        shares_cores: bool = False,
+    ) -> None:
         self._channel = channel
+        self._waiting: deque[ToTrainer | None] = deque()
+        """What came while something was being computed."""
+        self._cores = SharedCores(torch.get_num_threads(), self._listen) if shares_cores else None
         self._trainer = trainer
         self._model_dir = model_dir
         self._rank = rank
@@ -62,16 +81,31 @@ class TrainerWorker:
         self._sending = threading.Lock()
 
     def run(self) -> None:
-        while (message := self._channel.recv()) is not None:
+        while (message := self._next()) is not None:
             self._handle(message)
+
+    def _next(self) -> ToTrainer | None:
+        return self._waiting.popleft() if self._waiting else self._channel.recv()
+
+    def _listen(self) -> None:
+        while None not in self._waiting and self._channel.poll():
+            message = self._channel.recv()
+            if isinstance(message, WorkBeside):
+                self._handle(message)
+            else:
+                self._waiting.append(message)
 
     def _handle(self, message: ToTrainer) -> None:
         began_s = time.monotonic()
         match message:
             case Accumulate(microbatch=microbatch, num_parts=num_parts):
-                self._trainer.accumulate(microbatch, num_parts)
-                synchronize()
+                with self._cores.sharing() if self._cores else nullcontext():
+                    self._trainer.accumulate(microbatch, num_parts)
+                    synchronize()
                 self._send(Accumulated(microbatch.index, began_s, time.monotonic()))
+            case WorkBeside(num_generators=num_generators):
+                if self._cores is not None:
+                    self._cores.beside(num_generators)
             case Step(totals=totals):
                 self._finish_saving()
                 report = self._trainer.step(totals)
@@ -133,12 +167,20 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         trainer = PolicyTrainer(config, settings.model_dir, ranks)
         if settings.checkpoint is not None:
             trainer.restore(Path(settings.checkpoint))
+        shares_cores = _may_share_cores(config) and trainer.computes_alike(possible_threads(torch.get_num_threads()))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared, fingerprint(), torch.get_num_threads()))
-        TrainerWorker(channel, trainer, Path(settings.model_dir), settings.rank).run()
+        TrainerWorker(channel, trainer, Path(settings.model_dir), settings.rank, shares_cores=shares_cores).run()
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise
+
+
+def _may_share_cores(config: Config) -> bool:
+    """Whether how many threads it computes with is left to it, beside generators of the same machine."""
+    trainer = config.trainer
+    alone = trainer.threads == 0 and trainer.ranks == 1 and config.cluster.launcher == "local"
+    return alone and trainer.precision == "float32" and device() == HOST
 
 
 def _with_ranks(config: Config, num_ranks: int) -> Config:

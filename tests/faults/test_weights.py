@@ -44,7 +44,7 @@ from onbeat.weights import snapshot
 from onbeat.weights.memory import MemoryChannel
 from onbeat.wire import Channel, Connection
 from tests.fakes.models import request, sampling, tiny_model
-from tests.fakes.roles import FakeGenerator
+from tests.fakes.roles import FakeGenerator, fake_completion
 
 ROOM = Room(max_sequences=8, cache_tokens=1000, bytes_per_token=1)
 
@@ -301,6 +301,34 @@ def test_the_pool_tells_every_generator_when_the_trainer_works_and_who_joins_mea
     pool.trainer_works(False)
     assert told == {"first": (2, False), "second": (2, False)}
     assert pool.tokens_so_far == {"first": 40, "second": 0}
+
+
+def test_the_pool_tells_how_many_generators_of_this_machine_are_at_work_whenever_that_changes() -> None:
+    async def main() -> None:
+        told: list[int] = []
+        pool = Pool()
+        pool.on_work = told.append
+        here, other, elsewhere = (FakeGenerator(name, 4, random.Random(0)) for name in ("here", "other", "elsewhere"))
+        elsewhere.local = False
+        for generator in (here, other, elsewhere):
+            generator.hang()  # it answers when the test does
+            pool.add(generator)
+            pool.serves(generator.name, 0)
+        harvest = pool.open("train", 0)
+        wanted = [request(slot, (1, 2), 4, sampling()) for slot in range(3)]
+        for each in wanted:
+            harvest.submit(each)
+        assert told == [1, 2], "the third works on another machine"
+        (slot,) = here.slots
+        for sample in range(4):
+            pool.completed("here", fake_completion(wanted[slot], sample, 0))
+        assert told == [1, 2, 1]
+        pool.lost("other", WorkerError("it died"))
+        assert told[3] == 0
+        pool.close(harvest)
+        assert told[-1] == 0
+
+    asyncio.run(main())
 
 
 def test_a_joiner_whose_loading_is_cancelled_in_the_moment_it_answers_does_not_go_on() -> None:

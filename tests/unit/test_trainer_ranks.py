@@ -21,6 +21,7 @@ from onbeat.messages import (
     Step,
     Stepped,
     TrainerReady,
+    WorkBeside,
     WorkerSettings,
 )
 from onbeat.protocols import UpdateReport
@@ -176,6 +177,15 @@ def test_all_ranks_meet_where_the_first_one_listens() -> None:
         assert all(rank.told == [Meet("here:1")] for rank in ranks)
 
     run(check, ranks=3)
+
+
+def test_every_rank_hears_how_many_generators_work_beside_it_without_being_asked_for_an_answer() -> None:
+    async def check(trainer: TrainerRanks, ranks: list[FakeRank]) -> None:
+        trainer.work_beside(3)
+        assert all(rank.told[-1] == WorkBeside(3) for rank in ranks)
+        assert trainer.doing == "waiting"
+
+    run(check, ranks=2)
 
 
 def test_a_single_rank_meets_nobody() -> None:

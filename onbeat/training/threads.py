@@ -1,0 +1,118 @@
+"""How many threads training computes with: all it has while the generators wait, its share while they work.
+
+    accumulate     changes between two products, as often as the generators begin and end: whoever waits at the end of
+                   an operation for a thread that another process keeps from its core, keeps a core from that process
+    all the rest   all it has: the bits of a few sums over whole tensors (a norm) depend on the number
+
+That is allowed only if the bits of a micro-batch do not tell how many threads computed it, or when they changed. They
+do not where every number of a result is summed up by one thread in an order of its own, and so it is in the kernels of
+torch and oneDNN that training needs; and where no thread's share of an operation ends within a vector register, since
+what does not fill one is rounded differently. `same_bits` asks both, of this model on this machine; where it is not so,
+the trainer keeps its number.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from onbeat.cores import beside_generators
+from onbeat.lora import trained_parameters
+from onbeat.training.products import before_each, linear, product
+from onbeat.training.tri_model import TriModel
+from onbeat.types import TrainGroup
+
+VECTOR = 8
+"""Numbers in a register, as torch computes here (environment.py)."""
+
+
+class SharedCores:
+    def __init__(self, alone: int, listen: Callable[[], None]) -> None:
+        """`listen` takes in what has been heard of the generators (`beside`)."""
+        self._alone = alone
+        self._wanted = alone
+        self._listen = listen
+
+    def beside(self, num_generators: int) -> None:
+        """So many work now, on the same cores."""
+        self._wanted = beside_generators(self._alone, num_generators)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """For the forward and backward of a micro-batch."""
+        with before_each(self._follow):
+            self._follow()
+            try:
+                yield
+            finally:
+                torch.set_num_threads(self._alone)
+
+    def _follow(self) -> None:
+        self._listen()
+        if self._wanted != torch.get_num_threads():
+            torch.set_num_threads(self._wanted)
+
+
+def same_bits(models: TriModel, pack_tokens: int, counts: Sequence[int]) -> bool:
+    """Whether the shares of operations end at whole vectors however many tokens there are, and gradients of a small
+    group and products as large as a full pack's come out the same, with each of these numbers of threads."""
+    sizes = {size for layer in _linear_layers(models.policy) for size in layer.weight.shape}
+    if any(size % (VECTOR * count) for size in sizes for count in counts):
+        return False
+    before = torch.get_num_threads()
+    try:
+        return all(_agree(compute, counts) for compute in (*_products(models.policy, pack_tokens), _gradients(models)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _linear_layers(model: Any) -> list[torch.nn.Linear]:
+    """But the head, whose logits come in blocks of their own size."""
+    head = model.get_output_embeddings()
+    return [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
+
+
+def _agree(compute: Callable[[], list[torch.Tensor]], counts: Sequence[int]) -> bool:
+    expected: list[torch.Tensor] | None = None
+    for count in counts:
+        torch.set_num_threads(count)
+        found = compute()
+        if expected is not None and not all(map(torch.equal, found, expected)):
+            return False
+        expected = found
+    return True
+
+
+def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
+    vocabulary: int = models.policy.config.get_text_config().vocab_size
+    tokens = [(7 * n) % vocabulary for n in range(170)]
+    completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, 170)))
+    group = TrainGroup(
+        slot=0, prompt_ids=tuple(tokens[:64]), completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * len(each) for each in completions), advantages=(1.0,) * len(completions),
+    )  # fmt: skip
+    parameters = list(trained_parameters(models.policy).values())
+
+    def compute() -> list[torch.Tensor]:
+        models.logprobs(models.layout((group,))).policy_T.sum().backward()  # type: ignore[no-untyped-call]
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        return found
+
+    return compute
+
+
+def _products(model: Any, rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """Forward and both backward, for every size of weight there is."""
+    sizes = {tuple(layer.weight.shape) for layer in _linear_layers(model)}
+    generator = torch.Generator().manual_seed(0)
+    for wide, deep in sorted(sizes):
+        x, grad, weight = (torch.randn(*of, generator=generator) for of in ((rows, deep), (rows, wide), (wide, deep)))
+        yield lambda x=x, grad=grad, weight=weight: [  # type: ignore[misc]
+            linear(x, weight), product(grad, weight), product(grad.T, x)
+        ]  # fmt: skip

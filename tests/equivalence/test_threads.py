@@ -1,0 +1,243 @@
+"""Neither the products of training nor a micro-batch's gradient tell by how many threads they were computed, nor where
+in memory things lay; so a trainer may take fewer while generators work."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.cores import possible_threads
+from onbeat.messages import Accumulate, Accumulated, FromTrainer, Step, Stepped, ToTrainer, WorkBeside
+from onbeat.protocols import UpdateReport
+from onbeat.recipe import from_tree
+from onbeat.training import threads
+from onbeat.training.products import before_each, linear, product
+from onbeat.training.threads import SharedCores, same_bits
+from onbeat.training.trainer import PolicyTrainer
+from onbeat.training.worker import TrainerWorker
+from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
+from onbeat.wire import Channel
+from tests.fakes.models import ARCHITECTURES, VOCABULARY, tiny_model
+
+ALONE = 4
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A copy that lies so many numbers after an address that is even by any measure."""
+    room = torch.empty(tensor.numel() + 64)
+    first = -room.data_ptr() // 4 % 32 + offset
+    return room[first : first + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@given(
+    rows=st.integers(1, 400),
+    wide=st.sampled_from([1, 8, 48, 100, 192, 576]),
+    deep=st.sampled_from([1, 8, 64, 100, 576, 1536]),
+    offset=st.integers(0, 31),
+    count=st.sampled_from([1, 2, 5]),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60)
+def test_a_product_is_that_of_float64_and_the_same_bits_anywhere_in_memory_with_any_number_of_threads(
+    rows: int, wide: int, deep: int, offset: int, count: int, has_bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, grad = (torch.randn(*size, generator=generator) for size in ((rows, deep), (wide, deep), (rows, wide)))
+    bias = torch.randn(wide, generator=generator) if has_bias else None
+    ways: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = [
+        (lambda x, weight: linear(x, weight, bias), [x, weight]),
+        (lambda grad, weight: product(grad, weight), [grad, weight]),
+        (lambda grad, x: product(grad.T, x), [grad, x]),
+    ]
+    for compute, given_ in ways:
+        torch.set_num_threads(ALONE)
+        expected = compute(*given_)
+        exact = compute(*(each.double() for each in given_)) if bias is None or compute is not ways[0][0] else (
+            x.double() @ weight.double().T + bias.double()
+        )  # fmt: skip
+        torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-4)
+        torch.set_num_threads(count)
+        assert torch.equal(compute(*(placed(each, offset) for each in given_)), expected)
+
+
+def make_trainer(directory: Path, architecture: str, beta: float = 0.0) -> PolicyTrainer:
+    tiny_model(architecture).save_pretrained(directory)
+    config = from_tree(
+        {
+            "model": {"path": str(directory)},
+            "data": {"path": "unused.jsonl"},
+            "reward": {"functions": [{"path": "exact_match"}]},
+            "algorithm": {"beta": beta},
+        }
+    )
+    trainer = PolicyTrainer(config, str(directory))
+    trainer._models.at_start = False  # the reference runs
+    return trainer
+
+
+def large_microbatch(seed: int) -> MicroBatch:
+    """Large enough to be shared out over threads."""
+    rng = random.Random(seed)
+
+    def some(length: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+
+    groups = []
+    for slot in range(3):
+        completions = tuple(some(rng.randint(20, 70)) for _ in range(8))
+        groups.append(
+            TrainGroup(
+                slot=slot, prompt_ids=some(rng.choice([30, 300])), completion_ids=completions,
+                sampler_logprobs=tuple((-1.0,) * len(each) for each in completions),
+                advantages=tuple(rng.gauss(0, 1) for _ in completions),
+            )
+        )  # fmt: skip
+    return MicroBatch(period=0, update=0, index=0, rank=0, groups=tuple(groups))
+
+
+def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    trainer.model.zero_grad()
+    assert any(gradient.abs().sum() > 0 for gradient in found.values())
+    return found
+
+
+def changing(rng: random.Random, seen: set[int]) -> AbstractContextManager[None]:
+    """Generators begin and end between all products."""
+
+    def listen() -> None:
+        seen.add(torch.get_num_threads())
+        cores.beside(rng.choice([0, 1, 3]))
+
+    cores = SharedCores(ALONE, listen)
+    return cores.sharing()
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "phi3"])
+def test_a_micro_batch_has_the_same_gradient_however_often_the_number_of_threads_changes(
+    architecture: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, architecture, beta=0.1)
+    microbatch = large_microbatch(0)
+    torch.set_num_threads(ALONE)
+    trainer.accumulate(microbatch)
+    expected = gradients(trainer)
+    for seed in range(3):
+        seen: set[int] = set()
+        with changing(random.Random(seed), seen):
+            trainer.accumulate(microbatch)
+        assert seen == {1, 2, ALONE}
+        assert torch.get_num_threads() == ALONE
+        found = gradients(trainer)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_same_bits_are_tried_and_leave_no_gradient_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, "llama")
+    torch.set_num_threads(2)
+    assert trainer.computes_alike([4, 2, 1])
+    assert torch.get_num_threads() == 2
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert not trainer.computes_alike([1]), "there is nothing to choose from"
+    assert not trainer.computes_alike([3, 1]), "a third of a row is no whole number of vectors"
+
+    def by_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight) * (1 + 1e-6 * torch.get_num_threads())
+
+    monkeypatch.setattr(threads, "linear", by_threads)
+    assert not same_bits(trainer._models, 64, [4, 1])
+
+
+def test_of_a_sum_that_depends_on_threads_same_bits_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a product, but somewhere in the model."""
+    trainer = make_trainer(tmp_path, "llama")
+    norm = trainer.model.base_model.norm
+    own = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda hidden: own(hidden) * (1 + 1e-6 * torch.get_num_threads()))
+    assert not trainer.computes_alike([4, 2, 1])
+
+
+def test_threads_are_all_while_generators_wait_and_a_share_while_they_work() -> None:
+    assert possible_threads(1) == [1]
+    assert possible_threads(2) == [2, 1]
+    assert possible_threads(8) == [8, 4, 2, 1]
+    cores = SharedCores(8, lambda: None)
+    for num_generators, expected in ((0, 8), (1, 4), (3, 2), (20, 1)):
+        cores.beside(num_generators)
+        with cores.sharing():
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 8, "outside of a micro-batch it has all"
+
+
+class Computing:
+    """A trainer that computes two products per micro-batch, and notes by how many threads."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def accumulate(self, microbatch: MicroBatch, num_parts: int) -> None:
+        for _ in range(2):
+            product(torch.ones(4, 4), torch.ones(4, 4))
+            self.seen.append(torch.get_num_threads())
+
+    def step(self, totals: UpdateTotals) -> UpdateReport:
+        self.seen.append(torch.get_num_threads())
+        return UpdateReport(
+            loss=None, grad_norm=0.0, learning_rate=0.0, stepped=True, entropy=None, kl=None, clip_share=None,
+            gap_mean=None, gap_max=None, num_trained_tokens=0,
+        )  # fmt: skip
+
+
+def test_what_a_trainer_is_told_while_it_computes_counts_at_once_and_orders_wait_their_turn() -> None:
+    torch.set_num_threads(2)
+    ours, theirs = socket.socketpair()
+    order = Accumulate(MicroBatch(period=0, update=0, index=0, rank=0, groups=()))
+    totals = UpdateTotals(num_groups=1, num_sequences=1, num_tokens=1)
+    with ours, theirs:
+        trainer = Computing()
+        worker = TrainerWorker(Channel(ours, ToTrainer), trainer, Path(), shares_cores=True)  # type: ignore[arg-type]
+        controller: Channel[FromTrainer] = Channel(theirs, FromTrainer)
+        # All of it is there when the first micro-batch begins: what is said behind orders that wait is heard as well.
+        for message in (order, order, WorkBeside(1), Step(totals)):
+            controller.send(message)
+        theirs.shutdown(socket.SHUT_WR)
+        worker.run()
+        answers = [type(controller.recv()) for _ in range(3)]
+    assert trainer.seen == [1, 1, 1, 1, 2]
+    assert answers == [Accumulated, Accumulated, Stepped]
+
+
+def test_a_trainer_whose_threads_are_fixed_stays_with_them() -> None:
+    torch.set_num_threads(2)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        trainer = Computing()
+        worker = TrainerWorker(Channel(ours, ToTrainer), trainer, Path())  # type: ignore[arg-type]
+        worker._handle(WorkBeside(1))
+        worker._handle(Accumulate(MicroBatch(period=0, update=0, index=0, rank=0, groups=())))
+    assert trainer.seen == [2, 2]
+
+
+def test_what_is_called_before_each_product_is_so_until_the_block_ends() -> None:
+    told: list[int] = []
+    with before_each(lambda: told.append(1)):
+        product(torch.ones(4, 4), torch.ones(4, 4))
+        linear(torch.ones(4, 4), torch.ones(4, 4))
+    product(torch.ones(4, 4), torch.ones(4, 4))
+    assert told == [1, 1]
