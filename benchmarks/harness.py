@@ -81,11 +81,13 @@ def smollm2() -> str:
 
 
 def machine() -> Figures:
-    told = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-    names = [value.strip() for key, _, value in told if key.strip() == "model name"]
-    flags = next((f"{value} " for key, _, value in told if key.strip() == "flags"), "")
+    first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    flags = f" {told.get('flags', '')} "
+    # The name alone may be that of a whole range of processors, some twice as wide as others.
+    which = [f"{key} {told[key]}" for key in ("cpu family", "model") if key in told]
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": ", ".join([told.get("model name", platform.processor()), *which]),
         "cores": len(os.sched_getaffinity(0)),
         "instructions": next((name for name in ("avx512f", "avx2") if f" {name} " in flags), "none of AVX"),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -4,7 +4,8 @@
 
 SmolLM2-135M in float32 (recipes/smollm2.py fetches and caches it), policy forward and backward, all cores, in the
 workers' environment. Replicated: the model's own forward over a batch of the completions, logits at completion
-positions only, torch's own backward. Shared: onbeat's. Each in micro-batches of as many groups as fit into
+positions only, torch's own backward of everything but linear layers. Shared: onbeat's. The products of linear layers
+are the same for both (training/products.py). Each in micro-batches of as many groups as fit into
 trainer.pack_tokens, one at least; the time is that of one group. Where more fit with the prompt shared, replicated also
 runs over the same groups, more tokens at once. Turns alternate, and each of replicated is compared with the mean of the
 shared ones before and after; told are the median of these ratios and the ratio of the medians. Writes
@@ -164,6 +165,7 @@ def replicated_pass(model: Any, groups: list[Any]) -> Callable[[], None]:
     import torch
 
     from onbeat.batch.layout import Layout
+    from onbeat.training.gradients import gradients_in_place
 
     layout = Layout.plain(groups)
     tokens, prompt = layout.tokens_S_L, len(groups[0].prompt_ids)
@@ -171,7 +173,8 @@ def replicated_pass(model: Any, groups: list[Any]) -> Callable[[], None]:
     def run() -> None:
         model.set_attn_implementation("sdpa")
         wanted = torch.arange(prompt - 1, tokens.shape[1] - 1)
-        logits = model(tokens, use_cache=False, logits_to_keep=wanted).logits
+        with gradients_in_place():
+            logits = model(tokens, use_cache=False, logits_to_keep=wanted).logits
         backward(torch.log_softmax(logits, -1).gather(2, tokens[:, prompt:, None]).flatten(), layout)
 
     return run

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 VECTOR = 8
-"""Numbers that are computed at once: of a head, of a row."""
-KERNELS_VERSION = 2
+"""Numbers that are computed at once at least: of a head, of a row."""
+KERNELS_VERSION = 3
 """Of kernels.c: its structures, and its bits."""
 
 

@@ -14,8 +14,8 @@ tokens alone, so:
 - a prompt is cut into chunks at multiples of CHUNK_TOKENS, counted from its start;
 - samples of a group start together and are always of the same length: no key is padded, nothing is masked;
 - at least MIN_ROWS rows go through every matrix product whose rows are counted by samples: fewer take another kernel.
-- attention of samples is computed by a function made for it (kernels.c), in which a query stands alone. Where that is
-  not there it is made of torch's products, which must not tell: a sample's products with its own keys have a row per
+- attention is computed by functions made for it (kernels.c), in which a query stands alone. Where these are not there,
+  that of samples is made of torch's products, which must not tell: a sample's products with its own keys have a row per
   head that shares them, which is the model's and not the batch's; samples share a product with their prompt's keys if
   it is large whatever their number, else each has its own: a small product, or one product instead of one per head of
   keys, takes another kernel with more rows.
@@ -33,7 +33,7 @@ from transformers import AttentionInterface
 
 from onbeat.admission import MIN_ROWS
 from onbeat.attention import attend, causal_mask, refuse_unsupported
-from onbeat.rollout.fused import Fused, fits
+from onbeat.rollout.fused import Fused, attend_chunk, fits
 
 CHUNK_TOKENS = 128
 _SHARED = 1024
@@ -118,6 +118,9 @@ class Chunk:
         keys, values = self.cache.prompt[layer].unbind()
         keys[:, self.first : self.last] = k_KTD
         values[:, self.first : self.last] = v_KTD
+        if fits(keys):
+            attend_chunk(q_HTD, keys, values, self.first, window, out_THD)
+            return
         seen = slice(0 if window is None else max(0, self.first - window + 1), self.last)
         causal = self.first == 0 and (window is None or self.last <= window)
         mask = None

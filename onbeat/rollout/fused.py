@@ -1,9 +1,11 @@
 """Attention of all samples being decoded as one call per layer, by kernels.c: instead of a dozen small operations of
-torch for every group, which on a CPU cost more in being called than in computing.
+torch for every group, which on a CPU cost more in being called than in computing. And that of a prompt's chunk, in a
+half to a third of the time that torch's takes.
 
 It is there where it could be compiled when onbeat was installed, and where the processor has AVX2; for float32 in host
-memory, heads of a multiple of 8 numbers. Everywhere else `Tokens.attend` (cache.py) computes the same with torch's
-operations, group by group, and other bits: a generator's fingerprint tells who has which (probe.py).
+memory, heads of a multiple of 8 numbers. With AVX-512 it is faster, with the same bits. Everywhere else `Tokens.attend`
+and `Chunk.attend` (cache.py) compute the same with torch's operations, group by group, and other bits: a generator's
+fingerprint tells who has which (probe.py).
 """
 
 from __future__ import annotations
@@ -64,10 +66,11 @@ def kernels() -> Any | None:
         raise RuntimeError(f"{path} is of version {found} of kernels.c, not {KERNELS_VERSION}: install onbeat again")
     at, number = ctypes.c_void_p, ctypes.c_int64
     library.onbeat_attend.argtypes = (ctypes.POINTER(_Group), number, ctypes.POINTER(_Call))
+    library.onbeat_attend_chunk.argtypes = (ctypes.POINTER(_Call), number, number)
     library.onbeat_rms_norm.argtypes = (at, at, at, number, number, ctypes.c_float)
     library.onbeat_gate.argtypes = (at, at, at, number)
-    for function in (library.onbeat_attend, library.onbeat_rms_norm, library.onbeat_gate):
-        function.restype = None
+    for name in ("attend", "attend_chunk", "rms_norm", "gate"):
+        getattr(library, f"onbeat_{name}").restype = None
     return library
 
 
@@ -119,3 +122,25 @@ class Fused:
         compiled = kernels()
         assert compiled is not None
         compiled.onbeat_attend(self._groups, len(self._groups), call)
+
+
+def attend_chunk(
+    q_HTD: torch.Tensor, keys_KPD: torch.Tensor, values_KPD: torch.Tensor, first: int, window: int | None,
+    out_THD: torch.Tensor,
+) -> None:  # fmt: skip
+    """What tokens `first` … `first` + T - 1 of a prompt attend to, with scaled queries; their keys are there."""
+    num_tokens, num_heads, dim = out_THD.shape
+    num_kv_heads, length, _ = keys_KPD.shape
+    assert q_HTD.shape == (num_heads, num_tokens, dim)
+    assert keys_KPD.shape == values_KPD.shape
+    assert first + num_tokens <= length
+    assert out_THD.is_contiguous()
+    assert keys_KPD.stride(1) == values_KPD.stride(1) == dim
+    q_HTD = q_HTD if q_HTD.stride(-1) == 1 else q_HTD.contiguous()
+    call = _Call(
+        0, num_kv_heads, num_heads // num_kv_heads, dim, window or 0, 1.0,
+        _Rows.of(q_HTD), _Rows.of(keys_KPD), _Rows.of(values_KPD), out_THD.data_ptr(),
+    )  # fmt: skip
+    compiled = kernels()
+    assert compiled is not None
+    compiled.onbeat_attend_chunk(call, first, num_tokens)

@@ -1,9 +1,12 @@
-"""Attention of all samples at once (kernels.c) computes what torch's operations do, group by group, and what the
-formula says in float64."""
+"""Attention of all samples at once, and of a prompt's chunk (kernels.c), computes what torch's operations do, group by
+group, and what the formula says in float64; with the same bits by AVX2 and by AVX-512."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.rollout import cache, fused, invariant
-from onbeat.rollout.cache import CacheShape, GroupCache, Step, Tokens
+from onbeat.rollout.cache import CacheShape, Chunk, GroupCache, Step, Tokens
 from onbeat.rollout.engine import why_not_decodable
-from onbeat.rollout.fused import available
+from onbeat.rollout.fused import available, kernels
 from onbeat.rollout.probe import kernels_fingerprint
 from tests.fakes.models import ALL_ARCHITECTURES, generate_alone, request, sampling, tiny_model
 
@@ -24,6 +27,19 @@ NUM_LAYERS = 2
 def _compiled() -> None:
     """These tests compare it with something else: without it they would compare that with itself."""
     assert available(), "kernels.c was not compiled when onbeat was installed: it needs a C compiler, and AVX2"
+
+
+@contextmanager
+def at_once(numbers: int, threads: int) -> Iterator[None]:
+    """Computing with that many threads, and no more numbers at once: 8 by AVX2, 16 by AVX-512 where it is."""
+    widest = ctypes.c_int64.in_dll(kernels(), "onbeat_widest")
+    before, widest.value = (widest.value, torch.get_num_threads()), numbers
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        widest.value = before[0]
+        torch.set_num_threads(before[1])
 
 
 groups = st.lists(
@@ -75,12 +91,10 @@ def test_it_is_the_attention_of_torchs_operations_and_of_the_formula(
         return Step([Tokens(one) for one in them], []).attend(1, query, key, value, dim**-0.5, window)[0]
 
     ours, theirs = caches(), caches()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with at_once(8, threads):
         found = attend(ours)
-    finally:
-        torch.set_num_threads(before)
+    with at_once(16, 1):
+        assert torch.equal(attend(caches()), found)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "fits", lambda own: False)
         torch.testing.assert_close(found, attend(theirs), atol=2e-5 * spread, rtol=1e-4)  # scores are so much larger
@@ -108,6 +122,80 @@ def formula(
             rows.append((weights @ values).flatten(0, 1))
             at += 1
     return torch.stack(rows)
+
+
+@given(
+    first=st.integers(0, 200),
+    num_tokens=st.integers(1, 130),
+    heads=st.integers(1, 3),
+    per_head=st.sampled_from([1, 2, 3, 5, 7, 40]),
+    dim=st.sampled_from([8, 24, 32, 64, 80, 128]),
+    window=st.none() | st.integers(1, 250),
+    spread=st.sampled_from([1.0, 30.0]),
+    threads=st.sampled_from([1, 2, 5]),
+    seed=st.integers(0, 1000),
+    data=st.data(),
+)
+@settings(max_examples=80)
+def test_a_prompts_chunk_is_the_formula_and_a_token_of_it_stands_alone(
+    first: int, num_tokens: int, heads: int, per_head: int, dim: int, window: int | None, spread: float, threads: int,
+    seed: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    length = first + num_tokens
+    shape = CacheShape(num_layers=NUM_LAYERS, num_heads=heads, dim=dim, dtype=torch.float32)
+
+    def some(tokens: int, of: int) -> torch.Tensor:
+        return torch.randn(1, tokens, of, dim, generator=generator).transpose(1, 2)  # as a model has them
+
+    query, key, value = spread * some(length, heads * per_head), some(length, heads), some(length, heads)
+
+    def attend(start: int, end: int, prompt_length: int) -> torch.Tensor:
+        """A chunk by itself, after keys that are there already; what comes after it must not be read."""
+        one = GroupCache(shape, prompt_length, 1, 2)
+        one.prompt.fill_(float("nan"))
+        one.prompt[1, :, :, :start] = torch.cat([key, value])[:, :, :start]
+        mine = [some[:, :, start:end] for some in (query, key, value)]
+        return Step([], [Chunk(one, start, end)]).attend(1, *mine, dim**-0.5, window)[0]
+
+    with at_once(8, threads):
+        found = attend(first, length, length)
+    at = torch.arange(length)
+    seen = at[None] <= at[first:, None]
+    if window is not None:
+        seen &= at[None] > at[first:, None] - window
+    keys, values = (one[0].double().repeat_interleave(per_head, dim=0) for one in (key, value))
+    scores = query[0, :, first:].double() @ keys.mT * dim**-0.5
+    weights = torch.softmax(scores.masked_fill(~seen, -float("inf")), dim=-1)
+    torch.testing.assert_close(found.double(), (weights @ values).transpose(0, 1), atol=2e-5 * spread, rtol=1e-4)
+
+    start = data.draw(st.integers(first, length - 1))
+    end = data.draw(st.integers(start + 1, length))
+    with at_once(16, data.draw(st.sampled_from([1, 2, 5]))):
+        assert torch.equal(attend(first, length, length + 3), found)
+        assert torch.equal(attend(start, end, length), found[start - first : end - first])
+
+
+def test_a_token_that_is_no_number_does_not_spoil_those_before_it_nor_those_that_are_too_far_from_it() -> None:
+    shape = CacheShape(num_layers=1, num_heads=1, dim=64, dtype=torch.float32)
+    key = torch.ones(1, 1, 130, 64)
+    key[:, :, 70] = float("nan")
+    for numbers in (8, 16):
+        one = GroupCache(shape, 130, 1, 2)
+        with at_once(numbers, 2):
+            found = Step([], [Chunk(one, 0, 130)]).attend(0, torch.ones(1, 2, 130, 64), key, key, 0.1, 20)[0]
+        assert torch.equal(found.isnan().all(dim=(1, 2)), found.isnan().any(dim=2).any(dim=1))
+        assert found.isnan().any(dim=2).any(dim=1).nonzero()[:, 0].tolist() == list(range(70, 90))
+
+
+def test_both_forms_of_the_kernels_have_one_fingerprint() -> None:
+    """So that generators with and without AVX-512 are not kept apart because of these."""
+    model = tiny_model("llama")
+    found = set()
+    for numbers in (8, 16):
+        with at_once(numbers, 1):
+            found.add(kernels_fingerprint(model))
+    assert len(found) == 1
 
 
 def test_numbers_that_are_none_are_not_hidden() -> None:
