@@ -145,7 +145,7 @@ def test_a_dry_run_says_why_nothing_is_compiled(
         (["--generator.threads", "3"], "generators   1 processes; each 3 threads, as the recipe says"),
         (["--generator.threads", "0"], "generators   1 processes; each "),
         (["--trainer.threads", "0", "--trainer.ranks", "64"], "1 threads each, its share of the cores"),
-        (["--trainer.threads", "0"], f"{len(os.sched_getaffinity(0))} threads: all cores, since a side that waits"),
+        (["--trainer.threads", "0"], f"{len(os.sched_getaffinity(0))} threads: all cores, and its share of them"),
         (["--generator.max_sequences", "16", "--schedule.prompts_per_period", "9"], "take about 5 turns"),
         (["--generator.max_sequences", "64", "--schedule.prompts_per_period", "8"], "overlap      LITTLE"),
     ],
