@@ -2,7 +2,7 @@
 
 Autograd gives every weight's gradient a new matrix and then adds it to `.grad`: at a few hundred tokens per micro-batch
 writing and reading those matrices is a fifth of the backward pass. Under `gradients_in_place()` a linear layer of the
-model, whatever its architecture, adds the product straight onto `.grad` (one product with an accumulator), and an
+model, whatever its architecture, adds its product onto `.grad` as soon as it is there, still in the cache, and an
 embedding adds only the rows that occurred, instead of a matrix of the whole vocabulary. Nothing of the model is
 patched: the mode sees the calls of `torch.nn.functional` that the forward makes.
 
@@ -56,19 +56,21 @@ def add(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias = weight, bias  # themselves: what is saved comes back, under checkpointing, as a copy
         return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        grad_rows = gradients[0].flatten(0, -2)
-        if weight.requires_grad:
-            add_product(weight, grad_rows.T, x.flatten(0, -2))
+        (x,), weight, bias, grad = ctx.saved_tensors, ctx.weight, ctx.bias, gradients[0]
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        if x is not None:
+            add_product(weight, grad_rows.T, x.reshape(-1, x.shape[-1]))
         if bias is not None and bias.requires_grad:
             add(bias, grad_rows.sum(dim=0))
-        grad_x = product(grad_rows, weight.to(grad_rows.dtype)).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad_rows, weight.to(grad_rows.dtype)).view(*grad.shape[:-1], weight.shape[1])
         return grad_x, None, None
 
 
@@ -101,12 +103,13 @@ class gradients_in_place(TorchFunctionMode):  # noqa: N801  # reads as what it d
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    # The same products with gradients and without: policy and reference are to agree. A slice of a weight is torch's.
+    if isinstance(weight, DTensor) or any(each is not None and not _is_whole(each) for each in (weight, bias)):
+        return F.linear(input, weight, bias)
     x = input.to(product_dtype(input.dtype))
     if not torch.is_grad_enabled():
         return linear(x, weight, bias)
-    if weight.is_leaf and not isinstance(weight, DTensor) and (bias is None or bias.is_leaf):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-    return F.linear(input, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
 
 
 def _embedding(
@@ -121,6 +124,11 @@ def _embedding(
     if torch.is_grad_enabled() and _collects(weight) and max_norm is None and not scale_grad_by_freq and not sparse:
         return _Embedding.apply(input, weight, padding_idx)  # type: ignore[no-untyped-call]
     return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+
+def _is_whole(weight: torch.Tensor) -> bool:
+    """No product of others, and no view of one."""
+    return weight.is_leaf and weight._base is None
 
 
 def _collects(weight: torch.Tensor) -> bool:

@@ -53,6 +53,7 @@ class TrainerRanks:
         self._on_work = on_work
         self.ranks: list[RankClient] = []
         self._busy: set[str] = set()
+        self._beside = 0
         self._generation = 0
         self._round: dict[int, MicroBatch] = {}
         self._free: asyncio.Queue[int] = asyncio.Queue()
@@ -85,6 +86,8 @@ class TrainerRanks:
             for child, word in zip(children, ready, strict=True)
         ]
         self.arithmetic = ", ".join(sorted({f"{word.arithmetic} by {word.threads} threads" for word in ready}))
+        if self._beside:
+            self.work_beside(self._beside)
         self._free = asyncio.Queue()
         for _ in range(WINDOW):
             for rank in range(self.config.trainer.data_parallel):
@@ -124,6 +127,7 @@ class TrainerRanks:
 
     def work_beside(self, num_generators: int) -> None:
         """So many generators of the machine work now."""
+        self._beside = num_generators
         for rank in self.ranks:
             rank.work_beside(num_generators)
 

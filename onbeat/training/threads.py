@@ -28,6 +28,7 @@ from onbeat.types import TrainGroup
 
 VECTOR = 8
 """Numbers in a register, as torch computes here (environment.py)."""
+_FEW_ROWS = 170
 
 
 class SharedCores:
@@ -57,15 +58,20 @@ class SharedCores:
             torch.set_num_threads(self._wanted)
 
 
-def same_bits(models: TriModel, pack_tokens: int, counts: Sequence[int]) -> bool:
+def same_bits(models: TriModel, most_rows: Sequence[int], counts: Sequence[int]) -> bool:
     """Whether the shares of operations end at whole vectors however many tokens there are, and gradients of a small
-    group and products as large as a full pack's come out the same, with each of these numbers of threads."""
-    sizes = {size for layer in _linear_layers(models.policy) for size in layer.weight.shape}
-    if any(size % (VECTOR * count) for size in sizes for count in counts):
+    group and products of few rows and of `most_rows` come out the same, with each of these numbers of threads."""
+    layers = _linear_layers(models.policy)
+    sizes = {size for layer in layers for size in layer.weight.shape}
+    # An operation that is small takes fewer threads than there are: any number of them.
+    if any(size % (VECTOR * count) for size in sizes for count in range(1, max(counts) + 1)):
+        return False
+    if _has_other_matrices(models.policy):
         return False
     before = torch.get_num_threads()
+    products = [compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows)]
     try:
-        return all(_agree(compute, counts) for compute in (*_products(models.policy, pack_tokens), _gradients(models)))
+        return all(_agree(compute, counts) for compute in (*products, _gradients(models)))
     finally:
         torch.set_num_threads(before)
 
@@ -74,6 +80,13 @@ def _linear_layers(model: Any) -> list[torch.nn.Linear]:
     """But the head, whose logits come in blocks of their own size."""
     head = model.get_output_embeddings()
     return [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
+
+
+def _has_other_matrices(model: Any) -> bool:
+    """Such as a mixture's experts in one tensor, whose products nobody here has tried."""
+    usual = (torch.nn.Linear, torch.nn.Embedding)
+    others = (module for module in model.modules() if not isinstance(module, usual))
+    return any(parameter.dim() > 1 for module in others for parameter in module.parameters(recurse=False))
 
 
 def _agree(compute: Callable[[], list[torch.Tensor]], counts: Sequence[int]) -> bool:
@@ -107,9 +120,9 @@ def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     return compute
 
 
-def _products(model: Any, rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:
+def _products(layers: Sequence[torch.nn.Linear], rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:
     """Forward and both backward, for every size of weight there is."""
-    sizes = {tuple(layer.weight.shape) for layer in _linear_layers(model)}
+    sizes = {tuple(layer.weight.shape) for layer in layers}
     generator = torch.Generator().manual_seed(0)
     for wide, deep in sorted(sizes):
         x, grad, weight = (torch.randn(*of, generator=generator) for of in ((rows, deep), (rows, wide), (wide, deep)))

@@ -106,7 +106,7 @@ class PolicyTrainer:
         return (
             len(counts) > 1
             and self.why_not_shared is None
-            and same_bits(self._models, self._settings.pack_tokens, counts)
+            and same_bits(self._models, sorted({self._settings.pack_tokens, self._settings.max_tokens}), counts)
         )
 
     def accumulate(self, microbatch: MicroBatch, parts_of_round: int = 0) -> None:

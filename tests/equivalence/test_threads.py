@@ -27,7 +27,7 @@ from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.wire import Channel
 from tests.fakes.models import ARCHITECTURES, VOCABULARY, tiny_model
 
-ALONE = 4
+ALONE = 2
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 @given(
-    rows=st.integers(1, 400),
+    rows=st.integers(1, 400) | st.sampled_from([1023, 1100, 1537, 3000]),
     wide=st.sampled_from([1, 8, 48, 100, 192, 576]),
     deep=st.sampled_from([1, 8, 64, 100, 576, 1536]),
     offset=st.integers(0, 31),
@@ -71,7 +71,7 @@ def test_a_product_is_that_of_float64_and_the_same_bits_anywhere_in_memory_with_
         exact = compute(*(each.double() for each in given_)) if bias is None or compute is not ways[0][0] else (
             x.double() @ weight.double().T + bias.double()
         )  # fmt: skip
-        torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-5 * max(rows, deep, wide) ** 0.5)
         torch.set_num_threads(count)
         assert torch.equal(compute(*(placed(each, offset) for each in given_)), expected)
 
@@ -142,7 +142,7 @@ def test_a_micro_batch_has_the_same_gradient_however_often_the_number_of_threads
         seen: set[int] = set()
         with changing(random.Random(seed), seen):
             trainer.accumulate(microbatch)
-        assert seen == {1, 2, ALONE}
+        assert seen == {1, ALONE}
         assert torch.get_num_threads() == ALONE
         found = gradients(trainer)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -151,17 +151,18 @@ def test_a_micro_batch_has_the_same_gradient_however_often_the_number_of_threads
 def test_same_bits_are_tried_and_leave_no_gradient_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path, "llama")
     torch.set_num_threads(2)
-    assert trainer.computes_alike([4, 2, 1])
+    assert trainer.computes_alike([2, 1])
     assert torch.get_num_threads() == 2
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert not trainer.computes_alike([1]), "there is nothing to choose from"
     assert not trainer.computes_alike([3, 1]), "a third of a row is no whole number of vectors"
+    assert not trainer.computes_alike([4, 1]), "a small operation takes three threads of four"
 
     def by_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear(x, weight) * (1 + 1e-6 * torch.get_num_threads())
 
     monkeypatch.setattr(threads, "linear", by_threads)
-    assert not same_bits(trainer._models, 64, [4, 1])
+    assert not same_bits(trainer._models, [64], [2, 1])
 
 
 def test_of_a_sum_that_depends_on_threads_same_bits_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def test_of_a_sum_that_depends_on_threads_same_bits_says_so(tmp_path: Path, monk
     norm = trainer.model.base_model.norm
     own = norm.forward
     monkeypatch.setattr(norm, "forward", lambda hidden: own(hidden) * (1 + 1e-6 * torch.get_num_threads()))
-    assert not trainer.computes_alike([4, 2, 1])
+    assert not trainer.computes_alike([2, 1])
 
 
 def test_threads_are_all_while_generators_wait_and_a_share_while_they_work() -> None:
