@@ -34,8 +34,8 @@ HOST = torch.device("cpu")
 def prepare_process(threads: int, rank: int = 0) -> None:
     """Use `threads` threads (0: every core this process may run on), and no operation whose bits depend on timing.
 
-    Both are fixed for the process. torch then refuses an operation that has no deterministic form rather than run it.
-    Several ranks on a machine take its devices in turn.
+    A generator, and a trainer beside generators, may change the number later; torch refuses an operation that has no
+    deterministic form rather than run it. Several ranks on a machine take its devices in turn.
     """
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     torch.use_deterministic_algorithms(True)

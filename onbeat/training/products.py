@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 
 
-def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """left [M, K] @ right [K, N] + bias [N]; no gradient flows back."""
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left [M, K] @ right [K, N]; no gradient flows back where oneDNN computes."""
     _before()
-    if _by_onednn(left, right, bias):
-        return _onednn(left, right.T, bias)
-    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+    return _onednn(left, right.T, None) if _by_onednn(left, right) else torch.mm(left, right)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

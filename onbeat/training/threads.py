@@ -69,9 +69,9 @@ def same_bits(models: TriModel, most_rows: Sequence[int], counts: Sequence[int])
     if _has_other_matrices(models.policy):
         return False
     before = torch.get_num_threads()
-    products = [compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows)]
+    products = (compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows))
     try:
-        return all(_agree(compute, counts) for compute in (*products, _gradients(models)))
+        return all(_agree(compute, counts) for compute in itertools.chain(products, [_gradients(models)]))
     finally:
         torch.set_num_threads(before)
 
