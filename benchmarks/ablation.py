@@ -3,7 +3,7 @@
     make bench-ablation
     python benchmarks/ablation.py --workloads long-prompt --switches "shared prompt"
 
-One period at a time over warm workers, with a learning rate of next to nothing: all find the same model and, by the
+One period at a time over warm workers, with a learning rate of nothing in float32: all find the same model and, by the
 seed, the same prompts. Each switch is a cell of its own, in which the default, `periodic`, takes turns with the others.
 
     overlap                     sync and periodic, both on all cores; periodic in order of completion
@@ -32,8 +32,10 @@ from overlap import ONE_CORE_EACH, WARM_UP_GROUPS
 from workloads import WORKLOADS, Workload
 
 SCHEDULE = ("overlap", "overlap, separated", "generators")
-"""How the same work is put on the cores: tried on a period of many groups."""
-NAMES = ("balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
+"""How the same work is put on the cores: tried on a period of many groups, some of whose answers are ten times as
+long as others. (On `balanced`, whose answers are short: overlap.py.)"""
+MANY_GROUPS = "unequal"
+NAMES = (MANY_GROUPS, "balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
 PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
 SYNC = PERIODIC | {"mode": "sync"}
 DEFAULT: tuple[dict[str, Any], dict[str, Any]] = ({}, PERIODIC)
@@ -67,7 +69,7 @@ SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 def main() -> None:
     flags = parser(repeats=3)
     flags.add_argument(
-        "--workloads", nargs="*", choices=NAMES, default=("balanced", "short", "short, beta 0", "long-prompt")
+        "--workloads", nargs="*", choices=NAMES, default=(MANY_GROUPS, "short", "short, beta 0", "long-prompt")
     )
     flags.add_argument("--switches", nargs="*", choices=SWITCHES, help="instead of those that fit the workload")
     flags.add_argument("--prompts", type=int, help="of a period, instead of the workload's own")
@@ -87,10 +89,12 @@ def main() -> None:
 
 
 def fitting(name: str) -> list[str]:
-    """The schedule is tried on the many groups of `balanced`, what it takes to train them on the others."""
+    """The schedule is tried where there are many groups, what it takes to train them on the others."""
     always_trained = {"groups without advantage"} if WORKLOADS[name].beta > 0 else set()
     return [
-        switch for switch in SWITCHES if (switch in SCHEDULE) == (name == "balanced") and switch not in always_trained
+        switch
+        for switch in SWITCHES
+        if (switch in SCHEDULE) == (name in (MANY_GROUPS, "balanced")) and switch not in always_trained
     ]
 
 

@@ -11,17 +11,19 @@ SmolLM2-135M, groups of 8, prompts of about 45 tokens, up to 16 new ones.
 The same period three ways: sync, each phase with all cores; sync, generator and trainer on a core each, as if they were
 devices of their own; periodic, as it is by default. And periodic in order of completion, which dispatch order must not
 be far from. A period is from the publish to the end of the update, over workers that have already run one; the learning
-rate is next to nothing, so that all periods find the same model. Writes docs/bench-overlap.json.
+rate is nothing in float32, so that all periods find the same model. What was sampled, and the norm of the gradient, are
+compared: the three that are exact must have the same bits. Writes docs/bench-overlap.json.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, Results, parser, smollm2, summary, take_turns
+from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
 from workloads import WORKLOADS
 
 NAMES = ("balanced", "short")
@@ -33,6 +35,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "periodic, completion order": ({}, {"mode": "periodic", "order": "completion"}),
 }
 """Keys of the workers, and the way of the period."""
+EXACT = ("periodic", "sync, all cores", "sync, separated")
 WARM_UP_GROUPS = 4
 
 
@@ -60,6 +63,11 @@ def main() -> None:
             report(results, name)
 
 
+def same_bits(turn: Iterable[Figures]) -> bool:
+    """Whether all ways of a round sampled the same, with the same log-probabilities, and trained the same on it."""
+    return len({(run["sampled"], *run["grad_norms"]) for run in turn}) == 1
+
+
 def report(results: Results, workload: str) -> None:
     runs = {way: results.of({"workload": workload}, f"onbeat {way}")["runs"] for way in WAYS}
     print(workload)
@@ -70,12 +78,13 @@ def report(results: Results, workload: str) -> None:
         ]
         print(f"  {way:28} {summary([run['seconds'] for run in found]):22} s, {', '.join(waits)}")
     median = {way: statistics.median(run["seconds"] for run in found) for way, found in runs.items()}
-    ways = ("periodic", "sync, all cores", "sync, separated")
-    rounds = list(zip(*(runs[way] for way in ways), strict=True))
+    rounds = list(zip(*(runs[way] for way in EXACT), strict=True))
     fastest = sum(min(run["seconds"] for run in turn) == turn[0]["seconds"] for turn in rounds)
     print(f"  periodic fastest in {fastest} of {len(rounds)}")
-    for way in ways[1:]:
+    for way in EXACT[1:]:
         print(f"  periodic is {median[way] / median['periodic']:.2f} times as fast as {way}")
+    same = [same_bits(turn) for turn in rounds]
+    print(f"  the same tokens, log-probabilities and norm of the gradient in {sum(same)} of {len(same)}")
     late = median["periodic"] / median["periodic, completion order"] - 1
     print(f"  dispatch order takes {100 * late:+.0f} % of the time in completion order", flush=True)
 

@@ -25,11 +25,11 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from ablation import SWITCHES, fitting, sides
+from ablation import MANY_GROUPS, SWITCHES, fitting, sides
 from against_trl import OURS, rates
 from generate import CELLS, NUM_PARAMETERS
 from harness import ROOT, Figures
-from overlap import WAYS
+from overlap import EXACT, WAYS, same_bits
 from scaling import AXES, NUM_GROUPS, WORKERS, slopes
 from time_to_accuracy import TARGET, reached, seconds_to_target, times_sooner
 from workloads import AGAINST_TRL, WORKLOADS
@@ -239,10 +239,21 @@ def overlap(measured: Measured) -> Table:
     return table
 
 
+def same_work(measured: Measured) -> str:
+    """Whether those that are exact did the same, bit for bit."""
+    told: list[str] = []
+    for cell in measured.cells():
+        runs = [measured.runs(cell, f"onbeat {way}") for way in EXACT]
+        same = [same_bits(turn) for turn in zip(*runs, strict=False)]
+        told.append(f"{sum(same)} of {len(same)} rounds of `{cell['workload']}`")
+    found = ", ".join(told) or NOT_MEASURED
+    return f"The same tokens, log-probabilities and norm of the gradient by {', '.join(EXACT)}: {found}."
+
+
 def ablation(measured: Measured) -> Table:
     head = ("workload", "switch", "way", "seconds", "default is faster by", "generators wait", "trainer waits")
     table: Table = [(*head, "over max(generate, train)")]
-    for cell in measured.cells() or [{"workload": "balanced", "switch": switch} for switch in fitting("balanced")]:
+    for cell in measured.cells() or [{"workload": MANY_GROUPS, "switch": switch} for switch in fitting(MANY_GROUPS)]:
         base, sync = measured.runs(cell, "periodic"), measured.runs(cell, "sync")
         bounds = [max(sides(run)) + run["publish_s"] for run in sync]
         for way in SWITCHES[cell["switch"]]:
@@ -464,6 +475,7 @@ def page(folder: Path) -> str:
         section("What each part is worth", "make bench-ablation", ABLATION, parts, ablation(parts)),
         picture(lambda path: draw_ablation(parts, path), folder / "results-ablation.png", "Each part switched off"),
         section("Overlap", "make bench-overlap", "A period over warm workers.", overlapping, overlap(overlapping)),
+        same_work(overlapping),
         section("How cost grows", "make bench-scaling", SCALING, grown, scaling(grown)),
         section("The loop's own work", "make bench-scaling", OVERHEAD, loop, overhead(loop)),
         picture(lambda path: draw_scaling(grown, loop, path), folder / "results-scaling.png", "How cost grows"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import os
 import random
 import shutil
@@ -44,6 +45,9 @@ class Period:
         self.num_elided = 0
         self.num_tokens = 0
         self.num_trained_tokens = 0
+        self.grad_norms: list[float | None] = []
+        self.sampled = ""
+        """A digest of all tokens and of the log-probabilities they were sampled with, in slot order."""
         self.publish_s = 0.0
 
     def take(self, num_prompts: int) -> list[Prompt]:
@@ -67,6 +71,10 @@ class Period:
         self.num_elided = num_elided
         self.num_tokens = sum(len(rollout.completion.token_ids) for group in groups for rollout in group.rollouts)
         self.num_trained_tokens = sum(report.num_trained_tokens for report in reports)
+        self.grad_norms = [report.grad_norm for report in reports]
+        completions = [rollout.completion for group in groups for rollout in group.rollouts]
+        tokens = [(each.slot, each.sample, each.token_ids, each.sampler_logprobs) for each in completions]
+        self.sampled = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
 
     def evaluated(self, version: int, evaluated: Evaluated) -> None: ...
 
@@ -118,6 +126,8 @@ class Workers:
             "generated_tokens": period.num_tokens,
             "trained_tokens": period.num_trained_tokens,
             "elided_groups": period.num_elided,
+            "sampled": period.sampled,
+            "grad_norms": period.grad_norms,
             "publish_s": period.publish_s,
             "generators_waiting_s": waiting_s["generator"],
             "trainer_waiting_s": waiting_s["trainer"],
@@ -155,7 +165,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
             "model.path": settings["model"],
             "data.path": f"{TASKS}:{settings['rows']}",
             "reward.functions": [{"path": f"{TASKS}:{settings['reward']}"}],
-            "trainer.learning_rate": 1e-30,  # so that every period finds the same model
+            "trainer.learning_rate": 1e-60,  # nothing in float32: every period finds the same model, bit for bit
             **settings["keys"],
         },
     )
