@@ -5,9 +5,9 @@
     python benchmarks/against_trl.py --tune                 first: TRL's best settings on this machine
 
 The same model, rows in the same order, rewards, group size, number of completions and updates, temperature and loss.
-Contenders take turns, run by run; a run is a trainer of its own, over three updates. The clock runs from the end
-of an update that is not counted to the end of the last one. (In the first one memory is new to everybody, and policy
-and reference are the same, of which onbeat makes use.)
+Contenders take turns, run by run; a run is a trainer of its own, over three updates, or two where they take minutes.
+The clock runs from the end of an update that is not counted to the end of the last one. (In the first one memory is new
+to everybody, and policy and reference are the same, of which onbeat makes use.)
 onbeat is as it is by default, bit-exact; completion order, which is not, stands beside it.
 
 TRL's settings: micro-batches of 8, 16, 32 … sequences up to the whole batch, and transformers' continuous batching

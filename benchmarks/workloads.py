@@ -18,7 +18,7 @@ class Workload:
     max_new_tokens: int
     beta: float
     updates: int
-    """Of one run."""
+    """Of one run: one where an update of TRL takes minutes."""
     group_size: int = 8
 
     @property
@@ -46,9 +46,9 @@ SHORT = Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, 
 WORKLOADS = {
     "short": SHORT,
     "short, beta 0": Workload(rows="sums", reward="right_sum", prompts=8, max_new_tokens=16, beta=0.0, updates=2),
-    "chat": Workload(rows="chat", reward="vowels", prompts=4, max_new_tokens=128, beta=0.02, updates=2),
-    "long-prompt": Workload(rows="long_prompt", reward="vowels", prompts=4, max_new_tokens=64, beta=0.02, updates=2),
-    "long-answer": Workload(rows="long_answer", reward="vowels", prompts=4, max_new_tokens=256, beta=0.02, updates=2),
+    "chat": Workload(rows="chat", reward="vowels", prompts=4, max_new_tokens=128, beta=0.02, updates=1),
+    "long-prompt": Workload(rows="long_prompt", reward="vowels", prompts=4, max_new_tokens=64, beta=0.02, updates=1),
+    "long-answer": Workload(rows="long_answer", reward="vowels", prompts=4, max_new_tokens=256, beta=0.02, updates=1),
     "unequal": Workload(rows="sums", reward="every_other", prompts=32, max_new_tokens=128, beta=0.0, updates=1),
     "balanced": Workload(rows="sums", reward="every_other", prompts=48, max_new_tokens=16, beta=0.0, updates=1),
 }
