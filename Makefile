@@ -84,6 +84,7 @@ bench: setup
 	$(MAKE) bench-trl
 	$(MAKE) bench-accuracy
 	$(MAKE) bench-demo
+	$(MAKE) bench-generate
 	$(MAKE) bench-overlap
 	$(MAKE) bench-ablation
 	$(MAKE) bench-scaling

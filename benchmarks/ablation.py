@@ -9,9 +9,11 @@ seed, the same prompts. Each switch is a cell of its own, in which the default, 
     overlap                     sync and periodic, both on all cores; periodic in order of completion
     overlap, separated          the same with generator and trainer on a core each, as if they were devices of their own
     generators                  1, 2 and 3 processes
-    shared prompt               every completion is trained with its own copy of the prompt
+    shared prompt               every completion is trained with its own copy of the prompt, by the model's own forward,
+                                as a model is that cannot share
     groups without advantage    are trained, too (at beta 0; otherwise they always are)
     three models                old policy and reference run over every micro-batch, whether they can matter or not
+    products                    those of training by torch (MKL) instead of oneDNN
     engine                      transformers' `generate` instead of the embedded engine
     everything                  sync, without any of the savings
 
@@ -28,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
-from overlap import ONE_CORE_EACH, WARM_UP_GROUPS
+from overlap import ONE_CORE_EACH, WARM_UP_GROUPS, whole_period
 from workloads import WORKLOADS, Workload
 
-SCHEDULE = ("overlap", "overlap, separated", "generators")
-"""How the same work is put on the cores: tried on a period of many groups, some of whose answers are ten times as
-long as others. (On `balanced`, whose answers are short: overlap.py.)"""
+SCHEDULE = ("overlap", "overlap, separated", "generators", "shared prompt", "groups without advantage")
+"""The paper's ablation, on a period of many groups, some of whose answers are ten times as long as others. (On
+`balanced`, whose answers are short: overlap.py.)"""
 MANY_GROUPS = "unequal"
 NAMES = (MANY_GROUPS, "balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
 PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
@@ -57,10 +59,11 @@ SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "shared prompt": {"periodic": DEFAULT, "prompt copied": ({"trainer": "prompt_copied"}, PERIODIC)},
     "groups without advantage": {"periodic": DEFAULT, "all groups trained": ({}, PERIODIC | {"elide": False})},
     "three models": {"periodic": DEFAULT, "all three run": ({"trainer": "nothing_elided"}, PERIODIC)},
+    "products": {"periodic": DEFAULT, "by torch": ({"trainer": "by_torch"}, PERIODIC)},
     "engine": {"periodic": DEFAULT, "transformers": ({"generator": "transformers"}, PERIODIC)},
     "everything": {
         "periodic": DEFAULT,
-        "none of it": ({"trainer": "both", "generator": "transformers"}, SYNC | {"elide": False}),
+        "none of it": ({"trainer": "all_of_it", "generator": "transformers"}, SYNC | {"elide": False}),
     },
 }
 """By switch and way: settings of the workers, and of the period."""
@@ -84,18 +87,19 @@ def main() -> None:
                 jobs = [{"seed": seed, **extra} for seed in range(1, arguments.repeats + 1)]
                 warm_up = {"seed": 0, "num_prompts": min(WARM_UP_GROUPS, workload.prompts)}
                 cell = {"workload": name, "switch": switch}
-                take_turns(results, cell, contenders(model, workload, switch), jobs, warm_up, Path(folder))
+                chosen = contenders(model, workload, switch)
+                take_turns(
+                    results, cell, chosen, jobs, warm_up, Path(folder), lambda _, extra=extra: whole_period() | extra
+                )
                 report(results, cell)
 
 
 def fitting(name: str) -> list[str]:
-    """The schedule is tried where there are many groups, what it takes to train them on the others."""
-    always_trained = {"groups without advantage"} if WORKLOADS[name].beta > 0 else set()
-    return [
-        switch
-        for switch in SWITCHES
-        if (switch in SCHEDULE) == (name in (MANY_GROUPS, "balanced")) and switch not in always_trained
-    ]
+    """The schedule is tried where there are many groups; on the others, what makes them faster than with TRL."""
+    if name in (MANY_GROUPS, "balanced"):
+        return list(SCHEDULE)
+    unfit = {"overlap, separated", "generators", *(["groups without advantage"] if WORKLOADS[name].beta > 0 else [])}
+    return [switch for switch in SWITCHES if switch not in unfit]
 
 
 def contenders(model: str, workload: Workload, switch: str) -> list[Contender]:

@@ -10,11 +10,16 @@ The clock runs from the end of an update that is not counted to the end of the l
 to everybody, and policy and reference are the same, of which onbeat makes use.)
 onbeat is as it is by default, bit-exact; completion order, which is not, stands beside it.
 
-TRL's settings: micro-batches of 8, 16, 32 … sequences up to the whole batch, and transformers' continuous batching
-instead of `generate`, are tried by --tune, one update each; the fastest found is used (without --tune: micro-batches of
-16). As many threads as cores, the allocator settings that onbeat gives its own processes (a third faster than without),
-no gradient checkpointing. TRL's AsyncGRPOTrainer cannot run without a GPU: its attention is a FlashAttention 3 kernel,
-it generates by a vLLM server, and its weights get there by NCCL.
+TRL's settings are tried by --tune, one update each, and the fastest found is used (without --tune: micro-batches of 8):
+micro-batches of 4, 8, 16 … sequences up to the whole batch; transformers' continuous batching and its static cache
+instead of `generate` as it is; Intel's OpenMP, which onbeat uses. As many threads as cores, the allocator settings that
+onbeat gives its own processes (a third faster than without), no gradient checkpointing. Two more ways are measured for
+the record, and not used: bfloat16, which is another arithmetic than onbeat's, and a TRL with a line of it changed: on a
+CPU its head computes the logits of prompts too, on a GPU only those of completions.
+
+TRL's AsyncGRPOTrainer cannot run without a GPU: its attention is a FlashAttention 3 kernel, it generates by a vLLM
+server, and its weights get there by NCCL. vLLM within GRPOTrainer (use_vllm) cannot either: its server is given weights
+by NCCL too, and a vLLM in the trainer's process by copying into parameters, which on a CPU are packed by then.
 
 Writes docs/bench-trl.json and docs/bench-trl-tune.json.
 """
@@ -23,6 +28,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -33,9 +39,20 @@ from workloads import AGAINST_TRL, WORKLOADS, Workload
 TINY = {"schedule.periods": 1, "schedule.prompts_per_period": 1, "sampling.max_new_tokens": 1}
 WARM_UP: Figures = {"seed": 0, "updates": 1, "tiny": True, "keys": TINY}
 NOT_COUNTED = 1
-UNTRIED = 16
+UNTRIED = 8
 """Sequences of TRL's micro-batches, if no settings were tried: the best wherever some were."""
+SIZES = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in (4, 8, 16, 32, 64)}
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "TRL, continuous batching": {"continuous_batching": True},
+    "TRL, static cache": {"cache_implementation": "static"},
+    "TRL, Intel's OpenMP": {"openmp": str(Path(sys.prefix) / "lib" / "libiomp5.so")},
+}
+FOR_THE_RECORD: dict[str, dict[str, Any]] = {
+    "TRL, bfloat16 (not used)": {"bf16": True},
+    "TRL changed, no logits of prompts (not used)": {"compact_head": True},
+}
 TUNED = ROOT / "docs" / "bench-trl-tune.json"
+WAYS = tuple(SIZES | OTHER_WAYS | FOR_THE_RECORD)
 OURS = ("onbeat", "onbeat, completion order")
 
 
@@ -43,6 +60,7 @@ def main() -> None:
     flags = parser(repeats=3)
     flags.add_argument("--workloads", nargs="*", choices=AGAINST_TRL, default=AGAINST_TRL)
     flags.add_argument("--tune", action="store_true", help="look for TRL's best settings instead")
+    flags.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS, help="with --tune: some of them")
     flags.add_argument("--updates", type=int, help="of a run, instead of the workload's own")
     flags.add_argument("--tiny", action="store_true", help="one token for one prompt: only to see that everything runs")
     arguments = flags.parse_args()
@@ -57,7 +75,9 @@ def main() -> None:
             total = updates if arguments.tune else updates + NOT_COUNTED
             job = WARM_UP if arguments.tiny else {"updates": total, "keys": {"schedule.periods": total}}
             jobs = [job | {"seed": seed} for seed in seeds]
-            contenders = tried(model, workload) if arguments.tune else opponents(model, name, workload, tuned)
+            contenders = opponents(model, name, workload, tuned)
+            if arguments.tune:
+                contenders = [way for way in tried(model, workload) if way.name in arguments.ways]
             for together in [[each] for each in contenders] if arguments.tune else [contenders]:
                 play(results, name, together, jobs, Path(folder))
             report(results, name, contenders, workload)
@@ -69,7 +89,10 @@ def play(results: Results, name: str, contenders: list[Contender], jobs: list[Fi
     except EndedError as error:
         if len(contenders) > 1:
             raise
-        print(f"{name}: {contenders[0].name} does not run here: {str(error).splitlines()[0]}", flush=True)
+        why = str(error).splitlines()[0]
+        results.of({"workload": name}, contenders[0].name)["ended"] = why
+        results.write()
+        print(f"{name}: {contenders[0].name} does not run here: {why}", flush=True)
 
 
 def opponents(model: str, name: str, workload: Workload, tuned: Results) -> list[Contender]:
@@ -93,22 +116,21 @@ def trl(name: str, model: str, workload: Workload, **how: Any) -> Contender:
 
 def tried(model: str, workload: Workload) -> list[Contender]:
     """Ways to run TRL, each in a process of its own."""
-    sizes = [size for size in (8, 16, 32, 64) if size <= workload.completions]
-    ways: dict[str, dict[str, Any]] = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in sizes}
-    ways["TRL, continuous batching"] = {"micro_batch": UNTRIED, "continuous_batching": True}
-    return [trl(name, model, workload, **how) for name, how in ways.items()]
+    sizes = {name: how for name, how in SIZES.items() if how["micro_batch"] <= workload.completions}
+    others = {name: {"micro_batch": UNTRIED} | how for name, how in (OTHER_WAYS | FOR_THE_RECORD).items()}
+    return [trl(name, model, workload, **how) for name, how in (sizes | others).items()]
 
 
 def best_found(tuned: Results, name: str, workload: Workload) -> dict[str, Any]:
-    ways = {way.name: way for way in tried("", workload)}
-    found = {way: runs for way in ways if (runs := tuned.runs({"workload": name}, way))}
+    cell = {"workload": name}
+    ways = {way.name: way.settings for way in tried("", workload) if way.name not in FOR_THE_RECORD}
+    found = {way: runs for way in ways if (runs := tuned.runs(cell, way)) and tuned.is_of_this_machine(cell, way)}
     if not found:
         print(f"{name}: TRL's settings have not been tried on this machine (--tune): micro-batches of {UNTRIED}")
         return {"micro_batch": UNTRIED}
     best = min(found, key=lambda way: found[way][0]["seconds"])
-    return {
-        key: ways[best].settings[key] for key in ("micro_batch", "continuous_batching") if key in ways[best].settings
-    }
+    chosen = {"micro_batch", *(key for how in OTHER_WAYS.values() for key in how)}
+    return {key: value for key, value in ways[best].items() if key in chosen}
 
 
 def rates(runs: list[Figures], workload: Workload) -> list[float]:

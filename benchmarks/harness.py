@@ -7,9 +7,9 @@
 
 A contender is a process (rivals/contender.py) that stays up during a cell and waits, asleep, while another has its
 turn, which begins when nobody works any more. A benchmark that was interrupted goes on where it was: rounds that are in
-the file are not made again (--again makes them), if they are of this machine, the same code (onbeat/, rivals/, pinned
-versions) and the same settings, and if they are whole: what is compared has taken turns. Cells that are not asked for
-stay as they are, whatever machine they are of; those of one cell are of one machine.
+the file are not made again (--again makes them), if they are of this machine, the same code (onbeat, rivals, recipes,
+pinned versions) and the same settings, and if they are whole: what is compared has taken turns. Cells that are not
+asked for stay as they are, with --again too and whatever machine they are of; those of one cell are of one machine.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rival_python(name: str) -> str:
 def parser(repeats: int) -> argparse.ArgumentParser:
     """The flags every benchmark with contenders has."""
     flags = argparse.ArgumentParser()
-    flags.add_argument("--again", action="store_true", help="forget the runs that are there")
+    flags.add_argument("--again", action="store_true", help="forget the runs there are of what is asked for")
     flags.add_argument("--repeats", type=int, default=repeats)
     flags.add_argument("--to", type=Path, default=ROOT / "docs", help="the folder the figures are written to")
     return flags
@@ -106,12 +106,15 @@ def code() -> str:
     return commit + (f" with changes {hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else "")
 
 
-def sources() -> str:
-    """A digest of what is measured: the package, the contenders' scripts, and the versions they are pinned to."""
+def sources(ours: bool) -> str:
+    """A digest of what is measured: the contenders' scripts, tasks, and the versions they are pinned to; of `ours` the
+    package, too."""
     digest = hashlib.sha256()
-    code = [path for kind in ("*.py", "*.c") for path in (ROOT / "onbeat").rglob(kind)]
-    paths = [*code, *RIVALS.iterdir(), ROOT / "constraints.txt", ROOT / "vllm-env.txt"]
-    for path in sorted(path for path in paths if path.is_file()):
+    paths = [*RIVALS.iterdir(), *(ROOT / "recipes").glob("smollm2*"), ROOT / "vllm-env.txt"]
+    if ours:
+        paths += [path for kind in ("*.py", "*.c") for path in (ROOT / "onbeat").rglob(kind)]
+        paths += [ROOT / "constraints.txt", *(ROOT / "recipes").iterdir(), *(ROOT / "tests" / "fakes").iterdir()]
+    for path in sorted({path for path in paths if path.is_file()}):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -227,7 +230,9 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._content: Figures = {"results": []}
         self._machine = machine()
-        if path.exists() and not again:
+        self._again = again
+        self._asked: list[Cell] = []
+        if path.exists():
             self._content = json.loads(path.read_text())
         self._content |= {"code": code(), "command": command()}
 
@@ -242,13 +247,15 @@ class Results:
 
     def expect(self, cell: Cell, contender: Contender, jobs: Sequence[Figures] = ({},)) -> Figures:
         """What there is of the contender; runs of other code, settings or jobs are forgotten, and those of other
-        machines with whatever they were compared with."""
+        machines with whatever they were compared with. Of a cell that is to be made again, all are, the first time."""
+        again = self._again and cell not in self._asked
+        self._asked.append(cell)
         for other in [each for each in self._content["results"] if each["cell"] == cell]:
-            if other["machine"] != self._machine:
+            if again or other["machine"] != self._machine:
                 self._content["results"].remove(other)
         result = self.of(cell, contender.name)
         asked = hashlib.sha256(json.dumps(jobs[0], sort_keys=True).encode()).hexdigest()[:16]
-        now = {"settings": contender.described, "sources": sources(), "job": asked}
+        now = {"settings": contender.described, "sources": sources(contender.environment is None), "job": asked}
         if any(result.get(name) != value for name, value in now.items()):
             result |= {"versions": {}, **now, "code": code(), "runs": []}
             for name in result.keys() - {"cell", "contender", "machine", "versions", "code", "runs", *now}:
@@ -259,6 +266,9 @@ class Results:
         """Runs that are there; nothing is added."""
         found = [result for result in self._content["results"] if result["cell"] == cell]
         return next((result["runs"] for result in found if result["contender"] == contender), [])
+
+    def is_of_this_machine(self, cell: Cell, contender: str) -> bool:
+        return bool(self.of(cell, contender)["machine"] == self._machine)
 
     def add(self, cell: Cell, contender: str, versions: Figures, figures: Figures) -> None:
         result = self.of(cell, contender)

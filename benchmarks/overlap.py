@@ -10,9 +10,9 @@ SmolLM2-135M, groups of 8, prompts of about 45 tokens, up to 16 new ones.
 
 The same period three ways: sync, each phase with all cores; sync, generator and trainer on a core each, as if they were
 devices of their own; periodic, as it is by default. And periodic in order of completion, which dispatch order must not
-be far from. A period is from the publish to the end of the update, over workers that have already run one; the learning
-rate is nothing in float32, so that all periods find the same model. What was sampled, and the norm of the gradient, are
-compared: the three that are exact must have the same bits. Writes docs/bench-overlap.json.
+be far from. A period is from the publish to the end of the update, over workers that have already run one, off the
+record; the learning rate is nothing in float32, so that all periods find the same model. What was sampled, and the norm
+of the gradient, are compared: the three that are exact must have the same bits. Writes docs/bench-overlap.json.
 """
 
 from __future__ import annotations
@@ -59,8 +59,13 @@ def main() -> None:
             ]
             jobs = [{"seed": seed} for seed in range(1, arguments.repeats + 1)]
             warm_up = {"seed": 0, "num_prompts": WARM_UP_GROUPS}
-            take_turns(results, {"workload": name}, contenders, jobs, warm_up, Path(folder))
+            take_turns(results, {"workload": name}, contenders, jobs, warm_up, Path(folder), lambda _: whole_period())
             report(results, name)
+
+
+def whole_period() -> Figures:
+    """A rehearsal: the first one of a process is slower, and it would always be the same way's."""
+    return {"seed": 0}
 
 
 def same_bits(turn: Iterable[Figures]) -> bool:

@@ -26,7 +26,7 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from ablation import MANY_GROUPS, SWITCHES, fitting, sides
-from against_trl import OURS, rates
+from against_trl import OTHER_WAYS, OURS, rates
 from generate import CELLS, NUM_PARAMETERS
 from harness import ROOT, Figures
 from overlap import EXACT, WAYS, same_bits
@@ -143,27 +143,38 @@ def trl_settings(measured: Measured, tuned: Measured) -> Table:
     table: Table = [("workload", "TRL, seconds per update by its settings (one update each)", "used")]
     for name in AGAINST_TRL:
         cell = {"workload": name}
-        tries = [each for each in tuned.content.get("results", []) if each["cell"] == cell and each["runs"]]
-        found = [f"{each['contender'].removeprefix('TRL, ')}: {each['runs'][0]['seconds']:.1f}" for each in tries]
+        tries = [each for each in tuned.content.get("results", []) if each["cell"] == cell]
+        found = [f"{each['contender'].removeprefix('TRL, ')}: {outcome(each)}" for each in tries]
         used = measured.settings(cell, "TRL")
         how = f"micro-batches of {used['micro_batch']}" if used else NOT_MEASURED
-        how += ", continuous batching" if used.get("continuous_batching") else ""
+        others = [way for way, keys in OTHER_WAYS.items() if used.keys() & keys.keys()]
+        how += "".join(way.removeprefix("TRL") for way in others)
         table.append((f"`{name}`", "; ".join(found) or NOT_MEASURED, how))
     return table
+
+
+def outcome(tried: Figures) -> str:
+    """Of one way to run TRL."""
+    return f"{tried['runs'][0]['seconds']:.1f}" if tried["runs"] else str(tried.get("ended", NOT_MEASURED))
 
 
 def trl_where(measured: Measured) -> Table:
     """Where the time of an update went."""
     table: Table = [
-        ("workload", "seconds per update", "generators wait", "trainer waits", "publishing", "equal groups")
-    ]
+        (
+            "workload", "seconds per update", "generators wait", "trainer waits", "publishing", "equal groups",
+            "tokens of a completion", "TRL's",
+        )
+    ]  # fmt: skip
     for name in AGAINST_TRL:
-        runs = measured.runs({"workload": name}, "onbeat")
+        runs, completions = measured.runs({"workload": name}, "onbeat"), WORKLOADS[name].completions
         columns = [
             told(run[key] / run["periods"] for run in runs)
             for key in ("seconds", "generators_waiting_s", "trainer_waiting_s", "publishing_s")
         ]
-        table.append((f"`{name}`", *columns, percent(run["zero_variance_share"] for run in runs)))
+        ours = told(run["generated_tokens"] / (run["periods"] * completions) for run in runs)
+        theirs = told(run["mean_length"] for run in measured.runs({"workload": name}, "TRL"))
+        table.append((f"`{name}`", *columns, percent(run["zero_variance_share"] for run in runs), ours, theirs))
     return table
 
 

@@ -348,3 +348,16 @@ class Config(_Section):
     @property
     def num_updates(self) -> int:
         return self.schedule.periods * self.schedule.updates_per_period
+
+    @property
+    def why_trainer_threads_fixed(self) -> str | None:
+        """Why the trainer does not take fewer threads while generators work; None if it may, as far as can be told
+        from a recipe."""
+        trainer = self.trainer
+        if trainer.threads:
+            return "the recipe says how many"
+        if trainer.ranks > 1:
+            return "several ranks share the cores"
+        if self.cluster.launcher != "local":
+            return "generators may be on other machines"
+        return None if trainer.precision == "float32" else f"it computes in {trainer.precision}"

@@ -83,6 +83,7 @@ def environment(session: Session, trainer: TrainerRanks) -> dict[str, Any]:
         "threads": {
             "generator": config.generator.threads or cores,
             "trainer": rank_threads(config.trainer.threads, config.trainer.ranks, cores) or cores,
+            "why_trainer_fixed": trainer.why_threads_fixed,
         },
         "ranks": layout_of(config.trainer),
     }

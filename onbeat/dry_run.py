@@ -35,7 +35,7 @@ def describe(config: Config) -> str:
         f"model        {directory} ({state})",
         f"per period   {schedule.prompts_per_period} groups of {algorithm.group_size} completions, "
         f"{schedule.updates_per_period} optimizer step(s); {schedule.periods} periods",
-        f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_trainer_threads(config.trainer, cores)}",
+        f"trainer      {_ranks(config.trainer)} {', '.join(models)}; {_trainer_threads(config, cores)}",
         f"generators   {_count(config)} processes; each {_generator_threads(config, cores)}",
         *([_attention(directory)] if config.generator.backend == "embedded" else []),
         *_concurrency(config, directory),
@@ -45,12 +45,18 @@ def describe(config: Config) -> str:
     return to_toml(config) + "\n" + "\n".join(f"# {note}" for note in notes)
 
 
-def _trainer_threads(trainer: TrainerConfig, cores: int) -> str:
+def _trainer_threads(config: Config, cores: int) -> str:
+    trainer = config.trainer
     if trainer.threads:
         return f"{trainer.threads} threads, as the recipe says"
     if trainer.ranks > 1:
         return f"{rank_threads(0, trainer.ranks, cores)} threads each, its share of the cores"
-    return f"{cores} threads: all cores, and its share of them while generators work"
+    if (reason := config.why_trainer_threads_fixed) is not None:
+        return f"{cores} threads at all times: {reason}"
+    return (
+        f"{cores} threads: all cores, and its share of them while generators work if its bits do not tell, which is "
+        "tried at the start (environment.json)"
+    )
 
 
 def _ranks(trainer: TrainerConfig) -> str:

@@ -181,6 +181,8 @@ class TrainerReady(Struct, frozen=True, tag=True):
     """Why completions are trained with a copy of the prompt each; None if they share it."""
     arithmetic: str
     threads: int
+    why_threads_fixed: str | None = None
+    """Why it computes with all of them while generators work, too; None if it takes its share then."""
 
 
 class Accumulate(Struct, frozen=True, tag=True):

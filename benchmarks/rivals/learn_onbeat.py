@@ -2,8 +2,7 @@
 
 A job: `seed`. Settings: `recipe`, `keys` over it, and `stale`: the generators then get the weights of the period
 before, as in a schedule that generates the next period's groups while it trains this one's. (That schedule's seconds
-would be others; what it learns is this.) It ends when the accuracy has been at the `target` for `beyond` more updates,
-or after `max_updates`.
+would be others; what it learns is this.) It ends after so many `updates`.
 """
 
 from __future__ import annotations
@@ -70,6 +69,10 @@ class Late:
     async def export(self, directory: str) -> None:
         await self._trainer.export(directory)
 
+    def close(self) -> None:
+        if self._before is not None:
+            os.close(self._before.handle)
+
 
 def _copied(snapshot: Snapshot) -> int:
     """The trainer writes over its memory two versions later."""
@@ -94,15 +97,11 @@ class Run:
 
     async def learn(self) -> None:
         await self._evaluate(0, reward=None, length=None)
-        for version in range(self._settings["max_updates"]):
+        for version in range(self._settings["updates"]):
             period = await self._period(version)
             await self._evaluate(version + 1, reward=period.reward, length=period.length)
-            if self._enough():
-                return
-
-    def _enough(self) -> bool:
-        reached = [record["updates"] for record in self.curve if record["accuracy"] >= self._settings["target"]]
-        return bool(reached) and len(self.curve) - 1 >= reached[0] + self._settings["beyond"]
+        if isinstance(self._published, Late):
+            self._published.close()
 
     async def _period(self, version: int) -> Learning:
         session, config = self._session, self._session.config
@@ -133,7 +132,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         if job.get("warm_up"):  # every run starts from nothing, and its clock with its first period
             return {}
         with tempfile.TemporaryDirectory(prefix="onbeat-bench-") as folder:
-            keys = {"seed": job["seed"], "run.dir": folder, **settings["keys"]}
+            keys = {"seed": job["seed"], "run.dir": folder, "schedule.periods": settings["updates"], **settings["keys"]}
             return asyncio.run(learn(load([settings["recipe"]], keys), Path(folder), settings))
 
     return run

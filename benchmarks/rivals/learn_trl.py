@@ -1,6 +1,6 @@
 """time_to_accuracy: TRL's GRPOTrainer by the same recipe, evaluated on the held-out prompts after each update.
 
-Greedily, by `generate` in one batch, with the clock stopped. It ends as learn_onbeat.py does.
+Greedily, by `generate` in one batch, with the clock stopped. It ends after so many `updates`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import contender
-from grpo_trl import grpo_config
+from grpo_trl import before_torch, grpo_config
 
 
 def load_task(path: str) -> Any:
@@ -27,6 +27,7 @@ def load_task(path: str) -> Any:
 
 def prepare(settings: dict[str, Any]) -> contender.Run:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before_torch(settings)
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -53,8 +54,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         return sum(rewards) / len(rewards)
 
     def until_end(ids: list[int]) -> list[int]:
-        ends = [place for place, token in enumerate(ids) if token in task.END_TOKENS]
-        return ids[: ends[0] + 1] if ends else ids
+        return ids[: ids.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in ids else ids
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """Seconds of training, without those of evaluation; and the curve."""
@@ -71,9 +71,6 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             self._seconds += time.monotonic() - self._since_s
             self._record(model)
-            reached = [record["updates"] for record in self.curve if record["accuracy"] >= settings["target"]]
-            if reached and len(self.curve) - 1 >= reached[0] + settings["beyond"]:
-                control.should_training_stop = True
             self._since_s = time.monotonic()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -91,7 +88,7 @@ def prepare(settings: dict[str, Any]) -> contender.Run:
         clock = Clock()
         with tempfile.TemporaryDirectory() as folder:
             config = grpo_config(
-                settings, output_dir=folder, seed=job["seed"], max_steps=settings["max_updates"],
+                settings, output_dir=folder, seed=job["seed"], max_steps=settings["updates"],
                 learning_rate=settings["learning_rate"],
             )  # fmt: skip
             trainer = GRPOTrainer(

@@ -91,6 +91,12 @@ class Workers:
         self._num_prompts = num_prompts
 
     async def period(self, job: dict[str, Any]) -> dict[str, Any]:
+        """If it takes another number of generators, after one off the record: the first of a process is slower."""
+        if await self._want(job.get("generators", self._session.crew.wanted)):
+            await self._period(job)
+        return await self._period(job)
+
+    async def _period(self, job: dict[str, Any]) -> dict[str, Any]:
         session = self._session
         settings = self._settings(job)
         num_prompts = job.get("num_prompts", self._num_prompts)
@@ -101,7 +107,6 @@ class Workers:
         if "prompt_tokens" in job:
             prompts = [_of_length(prompt, job["prompt_tokens"]) for prompt in prompts]
         period = Period(prompts)
-        await self._want(job.get("generators", session.crew.wanted))
         self._spans.clear()
         began_s = time.monotonic()
         await train(
@@ -141,11 +146,14 @@ class Workers:
             settings = dataclasses.replace(settings, sampling=sampling)
         return settings
 
-    async def _want(self, count: int) -> None:
-        """So many generators, no more and no fewer, when this returns."""
+    async def _want(self, count: int) -> bool:
+        """So many generators, no more and no fewer, when this returns. Whether they were others before."""
+        if self._session.pool.size() == count:
+            return False
         self._session.crew.want(count)
         while self._session.pool.size() != count or self._session.pool.help_is_coming():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        return True
 
 
 def _of_length(prompt: Prompt, num_tokens: int) -> Prompt:

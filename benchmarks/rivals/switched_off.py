@@ -2,10 +2,11 @@
 
     prompt_copied    the trainer runs every completion with its own copy of the prompt
     nothing_elided   old policy and reference run over every micro-batch, whether they can matter or not
-    both             the two of them
+    by_torch         products of training by torch, which on an x86-64 CPU means MKL, instead of oneDNN
+    all_of_it        the three of them
     transformers     the generator samples by transformers' `generate`, as many sequences at a time as it may have
 
-`Launching` starts the first three in place of the usual trainer.
+`Launching` starts the first four in place of the usual trainer.
 """
 
 from __future__ import annotations
@@ -58,9 +59,17 @@ def nothing_elided(sock: socket.socket, settings: bytes) -> None:
     worker.main(sock, settings)
 
 
-def both(sock: socket.socket, settings: bytes) -> None:
-    from onbeat.training import tri_model
+def by_torch(sock: socket.socket, settings: bytes) -> None:
+    from onbeat.training import products, worker
 
+    products._HAVE_ONEDNN = False
+    worker.main(sock, settings)
+
+
+def all_of_it(sock: socket.socket, settings: bytes) -> None:
+    from onbeat.training import products, tri_model
+
+    products._HAVE_ONEDNN = False
     tri_model.why_not_shared = lambda model: OFF
     nothing_elided(sock, settings)
 

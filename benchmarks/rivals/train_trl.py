@@ -12,7 +12,7 @@ from typing import Any
 
 import contender
 import tasks
-from grpo_trl import grpo_config
+from grpo_trl import before_torch, grpo_config, no_logits_of_prompts
 
 TINY = {"prompts": 1, "max_new_tokens": 1}
 """For a first update that only warms up."""
@@ -20,12 +20,15 @@ TINY = {"prompts": 1, "max_new_tokens": 1}
 
 def prepare(given: dict[str, Any]) -> contender.Run:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before_torch(given)
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
     torch.set_num_threads(given["threads"])
+    if given.get("compact_head"):
+        no_logits_of_prompts()
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         """The moments at which updates ended."""
@@ -48,7 +51,6 @@ def prepare(given: dict[str, Any]) -> contender.Run:
             config = grpo_config(
                 settings, output_dir=folder, seed=job["seed"], max_steps=job["updates"], learning_rate=1e-6,
                 shuffle_dataset=False,
-                use_transformers_continuous_batching=settings.get("continuous_batching", False),
             )  # fmt: skip
             trainer = GRPOTrainer(
                 model=model, reward_funcs=getattr(tasks, settings["reward"]), args=config,

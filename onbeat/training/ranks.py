@@ -62,6 +62,8 @@ class TrainerRanks:
         """Optimizer steps it was asked for."""
         self.arithmetic = ""
         """Of the machines it is on: elsewhere it might compute other bits."""
+        self.why_threads_fixed: str | None = None
+        """Why it computes with all its threads while generators work, too; None if it takes its share then."""
 
     async def start(self, checkpoint: Path | None) -> None:
         """Start every rank, from the model or from a checkpoint of any number of ranks."""
@@ -86,6 +88,7 @@ class TrainerRanks:
             for child, word in zip(children, ready, strict=True)
         ]
         self.arithmetic = ", ".join(sorted({f"{word.arithmetic} by {word.threads} threads" for word in ready}))
+        self.why_threads_fixed = ready[0].why_threads_fixed
         if self._beside:
             self.work_beside(self._beside)
         self._free = asyncio.Queue()

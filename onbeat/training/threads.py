@@ -7,8 +7,9 @@
 That is allowed only if the bits of a micro-batch do not tell how many threads computed it, or when they changed. They
 do not where every number of a result is summed up by one thread in an order of its own, and so it is in the kernels of
 torch and oneDNN that training needs; and where no thread's share of an operation ends within a vector register, since
-what does not fill one is rounded differently. `same_bits` asks both, of this model on this machine; where it is not so,
-the trainer keeps its number.
+what does not fill one is rounded differently. `why_fixed` asks both, of this model on this machine; where it is not so,
+the trainer keeps its number, and the run says why (environment.json). The second is asked of every number up to all
+cores, so in practice it is so on up to four cores.
 """
 
 from __future__ import annotations
@@ -58,22 +59,25 @@ class SharedCores:
             torch.set_num_threads(self._wanted)
 
 
-def same_bits(models: TriModel, most_rows: Sequence[int], counts: Sequence[int]) -> bool:
-    """Whether the shares of operations end at whole vectors however many tokens there are, and gradients of a small
-    group and products of few rows and of `most_rows` come out the same, with each of these numbers of threads."""
+def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int]) -> str | None:
+    """None if the shares of operations end at whole vectors however many tokens there are, and gradients of a small
+    group and products of few rows and of `most_rows` come out the same, with each of these numbers of threads; else
+    what is not so."""
     layers = _linear_layers(models.policy)
-    sizes = {size for layer in layers for size in layer.weight.shape}
+    sizes = sorted({size for layer in layers for size in layer.weight.shape})
     # An operation that is small takes fewer threads than there are: any number of them.
-    if any(size % (VECTOR * count) for size in sizes for count in range(1, max(counts) + 1)):
-        return False
+    for size, count in itertools.product(sizes, range(1, max(counts) + 1)):
+        if size % (VECTOR * count):
+            return f"{size} numbers are no whole vectors for each of {count} threads"
     if _has_other_matrices(models.policy):
-        return False
+        return "the model has weights that are no linear layer's"
     before = torch.get_num_threads()
     products = (compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows))
     try:
-        return all(_agree(compute, counts) for compute in itertools.chain(products, [_gradients(models)]))
+        same = all(_agree(compute, counts) for compute in itertools.chain(products, [_gradients(models)]))
     finally:
         torch.set_num_threads(before)
+    return None if same else f"gradients by {' and '.join(map(str, counts))} threads have other bits"
 
 
 def _linear_layers(model: Any) -> list[torch.nn.Linear]:

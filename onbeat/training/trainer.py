@@ -31,7 +31,7 @@ from onbeat.protocols import UpdateReport
 from onbeat.training.losses import denominator, importance_weights, kl_estimate, token_weights
 from onbeat.training.parallel import ALONE, Ranks
 from onbeat.training.state import Trained, load_rank_state, rank_state, trained
-from onbeat.training.threads import same_bits
+from onbeat.training.threads import why_fixed
 from onbeat.training.tri_model import Logprobs, TriModel, TriPrompt
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
 from onbeat.weights import snapshot, spread
@@ -101,13 +101,13 @@ class PolicyTrainer:
         self._writer = snapshot.SnapshotWriter()
         self._spread_writer = spread.SpreadWriter(ranks)
 
-    def computes_alike(self, counts: Sequence[int]) -> bool:
-        """Whether a micro-batch comes out the same with each of these numbers of threads, and there is a choice."""
-        return (
-            len(counts) > 1
-            and self.why_not_shared is None
-            and same_bits(self._models, sorted({self._settings.pack_tokens, self._settings.max_tokens}), counts)
-        )
+    def why_threads_fixed(self, counts: Sequence[int]) -> str | None:
+        """None if a micro-batch comes out the same with each of these numbers of threads, and there is a choice."""
+        if len(counts) < 2:
+            return "there is one core"
+        if self.why_not_shared is not None:
+            return "prompts are not shared"
+        return why_fixed(self._models, sorted({self._settings.pack_tokens, self._settings.max_tokens}), counts)
 
     def accumulate(self, microbatch: MicroBatch, parts_of_round: int = 0) -> None:
         """Forward and backward over the micro-batch; the gradient is added to what is there. `parts_of_round`: with

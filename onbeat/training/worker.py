@@ -167,20 +167,20 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         trainer = PolicyTrainer(config, settings.model_dir, ranks)
         if settings.checkpoint is not None:
             trainer.restore(Path(settings.checkpoint))
-        shares_cores = _may_share_cores(config) and trainer.computes_alike(possible_threads(torch.get_num_threads()))
+        num_threads = torch.get_num_threads()
+        why_fixed = _why_threads_fixed(config) or trainer.why_threads_fixed(possible_threads(num_threads))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        channel.send(TrainerReady(num_parameters, trainer.why_not_shared, fingerprint(), torch.get_num_threads()))
-        TrainerWorker(channel, trainer, Path(settings.model_dir), settings.rank, shares_cores=shares_cores).run()
+        channel.send(TrainerReady(num_parameters, trainer.why_not_shared, fingerprint(), num_threads, why_fixed))
+        directory = Path(settings.model_dir)
+        TrainerWorker(channel, trainer, directory, settings.rank, shares_cores=why_fixed is None).run()
     except Exception as error:
         channel.send(Failed(str(error) if isinstance(error, InputError) else raised(error)))
         raise
 
 
-def _may_share_cores(config: Config) -> bool:
-    """Whether how many threads it computes with is left to it, beside generators of the same machine."""
-    trainer = config.trainer
-    alone = trainer.threads == 0 and trainer.ranks == 1 and config.cluster.launcher == "local"
-    return alone and trainer.precision == "float32" and device() == HOST
+def _why_threads_fixed(config: Config) -> str | None:
+    """None if how many threads it computes with is left to it, beside generators of the same machine."""
+    return config.why_trainer_threads_fixed or (None if device() == HOST else "an accelerator computes")
 
 
 def _with_ranks(config: Config, num_ranks: int) -> Config:

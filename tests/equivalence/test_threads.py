@@ -20,7 +20,7 @@ from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
 from onbeat.training import threads
 from onbeat.training.products import before_each, linear, product
-from onbeat.training.threads import SharedCores, same_bits
+from onbeat.training.threads import SharedCores, why_fixed
 from onbeat.training.trainer import PolicyTrainer
 from onbeat.training.worker import TrainerWorker
 from onbeat.types import MicroBatch, TrainGroup, UpdateTotals
@@ -28,6 +28,7 @@ from onbeat.wire import Channel
 from tests.fakes.models import ARCHITECTURES, VOCABULARY, tiny_model
 
 ALONE = 2
+OTHER_BITS = "gradients by 2 and 1 threads have other bits"
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,9 @@ def test_a_product_is_that_of_float64_and_the_same_bits_anywhere_in_memory_with_
             x.double() @ weight.double().T + bias.double()
         )  # fmt: skip
         torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-5 * max(rows, deep, wide) ** 0.5)
-        torch.set_num_threads(count)
+        # The gradient of a weight with one row is one sum of many terms, which threads share: such a model's trainer
+        # keeps its threads (why_fixed).
+        torch.set_num_threads(count if wide > 1 else ALONE)
         assert torch.equal(compute(*(placed(each, offset) for each in given_)), expected)
 
 
@@ -151,27 +154,27 @@ def test_a_micro_batch_has_the_same_gradient_however_often_the_number_of_threads
 def test_same_bits_are_tried_and_leave_no_gradient_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tmp_path, "llama")
     torch.set_num_threads(2)
-    assert trainer.computes_alike([2, 1])
+    assert trainer.why_threads_fixed([2, 1]) is None
     assert torch.get_num_threads() == 2
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert not trainer.computes_alike([1]), "there is nothing to choose from"
-    assert not trainer.computes_alike([3, 1]), "a third of a row is no whole number of vectors"
-    assert not trainer.computes_alike([4, 1]), "a small operation takes three threads of four"
+    assert trainer.why_threads_fixed([1]) == "there is one core"
+    for most in (3, 4):  # a third of a row is no whole number of vectors, and a small operation takes three of four
+        assert "no whole vectors for each of 3 threads" in str(trainer.why_threads_fixed([most, 1]))
 
     def by_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear(x, weight) * (1 + 1e-6 * torch.get_num_threads())
 
     monkeypatch.setattr(threads, "linear", by_threads)
-    assert not same_bits(trainer._models, [64], [2, 1])
+    assert why_fixed(trainer._models, [64], [2, 1]) == OTHER_BITS
 
 
-def test_of_a_sum_that_depends_on_threads_same_bits_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_sum_that_depends_on_threads_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a product, but somewhere in the model."""
     trainer = make_trainer(tmp_path, "llama")
     norm = trainer.model.base_model.norm
     own = norm.forward
     monkeypatch.setattr(norm, "forward", lambda hidden: own(hidden) * (1 + 1e-6 * torch.get_num_threads()))
-    assert not trainer.computes_alike([2, 1])
+    assert trainer.why_threads_fixed([2, 1]) == OTHER_BITS
 
 
 def test_threads_are_all_while_generators_wait_and_a_share_while_they_work() -> None:

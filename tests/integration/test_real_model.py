@@ -67,6 +67,8 @@ def test_smollm2_ends_with_the_same_weights_in_sync_and_periodic_with_two_genera
         assert all(record["gap_max"] < 1e-3 for record in result.metrics)
         environment = json.loads((run_dir / "environment.json").read_text())
         assert (environment["exact"], environment["shared_prompt"]) == (True, True)
+        if 2 <= environment["cores"] <= 4:
+            assert environment["threads"]["why_trainer_fixed"] is None
         digests.add(run_digests(run_dir))
     assert len(digests) == 1
 

@@ -53,11 +53,11 @@ class Benchmark:
             self.harness.Contender("c", script, settings | {"name": "c"}, repeats=1),
         ]
 
-    def turns(self, **more: Any) -> str:
+    def turns(self, again: bool = False, **more: Any) -> str:
         """What the diary says of a run."""
         diary = self.folder / "diary"
         diary.write_text("")
-        results = self.harness.Results(self.folder / "bench.json", again=False)
+        results = self.harness.Results(self.folder / "bench.json", again)
         self.harness.take_turns(
             results, {"cell": self.cell}, self.contenders(**more), JOBS, {"seed": 0}, self.folder, self.rehearsal
         )
@@ -112,6 +112,16 @@ def test_a_cell_is_of_one_machine_and_the_other_cells_stay(
     results = json.loads((benchmark.folder / "bench.json").read_text())["results"]
     cores = [(result["cell"]["cell"], result["machine"]["cores"] == 1000, len(result["runs"])) for result in results]
     assert cores == [(1, False, 3), (1, False, 3), (1, False, 1), (2, True, 3), (2, True, 3), (2, True, 1)]
+
+
+def test_what_is_asked_for_again_is_made_again_and_the_other_cells_stay(benchmark: Benchmark) -> None:
+    benchmark.turns()
+    benchmark.cell = 2
+    benchmark.turns()
+    assert benchmark.turns(again=True) == "a0 b0 c0 a1 b1 c1 a2 b2 a3 b3"
+    results = json.loads((benchmark.folder / "bench.json").read_text())["results"]
+    found = [(result["cell"]["cell"], result["contender"], len(result["runs"])) for result in results]
+    assert found == [(cell, name, runs) for cell in (1, 2) for name, runs in (("a", 3), ("b", 3), ("c", 1))]
 
 
 def test_the_machine_is_told_apart_by_its_instructions(harness: Any) -> None:
