@@ -1,4 +1,4 @@
-"""Whether a generator's attention, norms and gates can be the compiled ones (rollout/kernels.c). No torch."""
+"""Whether attention, norms and gates can be the compiled ones (rollout/kernels.c). No torch; kernels.py has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 VECTOR = 8
 """Numbers that are computed at once at least: of a head, of a row."""
-KERNELS_VERSION = 3
+KERNELS_VERSION = 4
 """Of kernels.c: its structures, and its bits."""
 
 

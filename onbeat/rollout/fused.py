@@ -11,14 +11,13 @@ fingerprint tells who has which (probe.py).
 from __future__ import annotations
 
 import ctypes
-import functools
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from onbeat.compiled import KERNELS_VERSION, VECTOR, compiled_kernels
+from onbeat.compiled import VECTOR
+from onbeat.kernels import available, kernels
 
 if TYPE_CHECKING:
     from onbeat.rollout.cache import GroupCache
@@ -49,33 +48,6 @@ class _Call(ctypes.Structure):
         *((name, _Rows) for name in ("q", "k", "v")),
         ("out", ctypes.c_void_p),
     )
-
-
-@functools.cache
-def kernels() -> Any | None:
-    """The compiled functions, or None where there are none."""
-    path = compiled_kernels()
-    if path is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return None
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        warnings.warn(f"generation is slower than it could be: {path} cannot be loaded ({error})", stacklevel=2)
-        return None
-    if (found := ctypes.c_int64.in_dll(library, "onbeat_kernels_version").value) != KERNELS_VERSION:
-        raise RuntimeError(f"{path} is of version {found} of kernels.c, not {KERNELS_VERSION}: install onbeat again")
-    at, number = ctypes.c_void_p, ctypes.c_int64
-    library.onbeat_attend.argtypes = (ctypes.POINTER(_Group), number, ctypes.POINTER(_Call))
-    library.onbeat_attend_chunk.argtypes = (ctypes.POINTER(_Call), number, number)
-    library.onbeat_rms_norm.argtypes = (at, at, at, number, number, ctypes.c_float)
-    library.onbeat_gate.argtypes = (at, at, at, number)
-    for name in ("attend", "attend_chunk", "rms_norm", "gate"):
-        getattr(library, f"onbeat_{name}").restype = None
-    return library
-
-
-def available() -> bool:
-    return kernels() is not None
 
 
 def fits(own: torch.Tensor) -> bool:
@@ -121,7 +93,7 @@ class Fused:
         )  # fmt: skip
         compiled = kernels()
         assert compiled is not None
-        compiled.onbeat_attend(self._groups, len(self._groups), call)
+        compiled.onbeat_attend(self._groups, len(self._groups), ctypes.byref(call))
 
 
 def attend_chunk(
@@ -143,4 +115,4 @@ def attend_chunk(
     )  # fmt: skip
     compiled = kernels()
     assert compiled is not None
-    compiled.onbeat_attend_chunk(call, first, num_tokens)
+    compiled.onbeat_attend_chunk(ctypes.byref(call), first, num_tokens)

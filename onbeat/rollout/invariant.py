@@ -32,7 +32,7 @@ from transformers import activations
 
 from onbeat.admission import MIN_ROWS
 from onbeat.compiled import VECTOR
-from onbeat.rollout.fused import available, kernels
+from onbeat.kernels import available, kernels
 
 _EXPECTED_ROWS = 32
 _PACKED: tuple[type[torch.nn.Module], ...] = (torch.nn.Linear,)

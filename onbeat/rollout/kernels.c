@@ -1,15 +1,16 @@
-/* What a generator computes between the products of linear layers.
+/* What is computed between the products of linear layers: by a generator, and SiLUs by a trainer too.
 
        attend         one layer's attention of every sample being decoded, for all groups at once (cache.py, fused.py)
        attend_chunk   one layer's attention of a chunk of a prompt (the same files)
        rms_norm       root-mean-square norms, row by row (invariant.py)
        gate           silu(gate) * up of a gated layer, number by number (invariant.py)
+       silu           a trainer's, and its gradient, number by number (training/activations.py)
 
    A query's result is computed from its own numbers, in an order that its own lengths decide: the score of a prompt's
    token with a key is a chain of fused multiply-adds over the dimensions, that of a sample's is one for each of
    PLACES and a fixed tree of sums; weights are added up by place; a result is a chain over its keys in their order.
    Queries are taken in blocks only so that keys and values are read once for all of them, and threads share (group,
-   head) pairs, blocks of a chunk, a norm's rows, a gate's vectors. So bits depend neither on who else is there nor on
+   head) pairs, blocks of a chunk, a norm's rows, vectors of a gate or SiLU. So bits depend neither on who else is there nor on
    the number of threads, by construction. Nor do they depend on how many numbers are computed at once: each has the
    same chains.
 
@@ -34,12 +35,12 @@
 
 /* PLACES: of sums. KEY_TILE keys, or values, of 64 numbers take half of a small first cache; a chunk's block has no
    more than MAX_SCORES, for them to stay in the second. Keys and values so far AHEAD are fetched, by LINEs of
-   numbers. */
+   numbers. Threads share WORTH_THREADS numbers and more, by PIECEs. */
 enum { PLACES = 16, KEY_TILE = 64, MAX_QUERIES = 32, MAX_SCORES = 1 << 16, LINE = 16 };
-enum { KEYS_AHEAD = 12, VALUES_AHEAD = 24, WORTH_THREADS = 1 << 14 };
+enum { KEYS_AHEAD = 12, VALUES_AHEAD = 24, WORTH_THREADS = 1 << 14, PIECE = 1 << 10 };
 
 /* What fused.py was written for; to be raised with every change of what follows, or of a bit of the results. */
-const int64_t onbeat_kernels_version = 3;
+const int64_t onbeat_kernels_version = 4;
 
 /* No more numbers than these are computed at once. Tests lower it, to try both forms. */
 int64_t onbeat_widest = 16;
@@ -175,10 +176,23 @@ void onbeat_rms_norm(const float *x, const float *weight, float *out, int64_t ro
 
 /* out = silu(gate) * up, `count` numbers, a multiple of 8. */
 void onbeat_gate(const float *gates, const float *ups, float *out, int64_t count) {
-    enum { PIECE = 1024 };
     void (*let_through)(const float *, const float *, float *, int64_t) = FORM_FOR(count, let_through);
 #pragma omp parallel for schedule(static) if (count >= WORTH_THREADS)
     for (int64_t n = 0; n < count; n += PIECE) let_through(gates + n, ups + n, out + n, smaller(PIECE, count - n));
+}
+
+/* out = silu(x), `count` numbers, any. */
+void onbeat_silu(const float *x, float *out, int64_t count) {
+    void (*silu)(const float *, float *, int64_t) = FORM_FOR(PIECE, silu);
+#pragma omp parallel for schedule(static) if (count >= WORTH_THREADS)
+    for (int64_t n = 0; n < count; n += PIECE) silu(x + n, out + n, smaller(PIECE, count - n));
+}
+
+/* out = grad * silu'(x). */
+void onbeat_silu_backward(const float *x, const float *grad, float *out, int64_t count) {
+    void (*silu_backward)(const float *, const float *, float *, int64_t) = FORM_FOR(PIECE, silu_backward);
+#pragma omp parallel for schedule(static) if (count >= WORTH_THREADS)
+    for (int64_t n = 0; n < count; n += PIECE) silu_backward(x + n, grad + n, out + n, smaller(PIECE, count - n));
 }
 
 #else /* for each WIDTH */
@@ -560,13 +574,50 @@ static FORM void NAME(norm)(const float *x, const float *weight, float *out, int
         NAME(store)(out + d, NAME(times)(NAME(load)(weight + d), NAME(times)(NAME(load)(x + d), scale)));
 }
 
-/* The exponential is of what is not above zero, on either side of it. */
-static FORM void NAME(let_through)(const float *gates, const float *ups, float *out, int64_t count) {
+/* x over 1 + e^-x. The exponential is of what is not above zero, on either side of it. */
+INLINE VECTOR NAME(silu_of)(VECTOR x) {
     const VECTOR one = NAME(all)(1.0f);
-    for (int64_t n = 0; n < count; n += WIDTH) {
-        VECTOR gate = NAME(load)(gates + n), e = NAME(exponential)(NAME(negative)(gate));
-        VECTOR silu = NAME(over)(NAME(times)(gate, NAME(by_sign)(gate, one, e)), NAME(plus)(one, e));
-        NAME(store)(out + n, NAME(times)(silu, NAME(load)(ups + n)));
+    VECTOR e = NAME(exponential)(NAME(negative)(x));
+    return NAME(over)(NAME(times)(x, NAME(by_sign)(x, one, e)), NAME(plus)(one, e));
+}
+
+/* Its derivative: s (1 + x (1 - s)), s being 1 over 1 + e^-x. */
+INLINE VECTOR NAME(silu_slope)(VECTOR x) {
+    const VECTOR one = NAME(all)(1.0f);
+    VECTOR e = NAME(exponential)(NAME(negative)(x)), both = NAME(plus)(one, e);
+    VECTOR s = NAME(over)(NAME(by_sign)(x, one, e), both), rest = NAME(over)(NAME(by_sign)(x, e, one), both);
+    return NAME(times)(s, NAME(times_plus)(x, rest, one));
+}
+
+static FORM void NAME(let_through)(const float *gates, const float *ups, float *out, int64_t count) {
+    for (int64_t n = 0; n < count; n += WIDTH)
+        NAME(store)(out + n, NAME(times)(NAME(silu_of)(NAME(load)(gates + n)), NAME(load)(ups + n)));
+}
+
+/* The last numbers, if they do not fill a vector, are filled up. */
+static FORM void NAME(silu)(const float *x, float *out, int64_t count) {
+    int64_t n = 0;
+    for (; n + WIDTH <= count; n += WIDTH) NAME(store)(out + n, NAME(silu_of)(NAME(load)(x + n)));
+    if (n < count) {
+        const size_t size = (size_t)(count - n) * sizeof(float);
+        float some[WIDTH] = {0};
+        memcpy(some, x + n, size);
+        NAME(store)(some, NAME(silu_of)(NAME(load)(some)));
+        memcpy(out + n, some, size);
+    }
+}
+
+static FORM void NAME(silu_backward)(const float *x, const float *grad, float *out, int64_t count) {
+    int64_t n = 0;
+    for (; n + WIDTH <= count; n += WIDTH)
+        NAME(store)(out + n, NAME(times)(NAME(load)(grad + n), NAME(silu_slope)(NAME(load)(x + n))));
+    if (n < count) {
+        const size_t size = (size_t)(count - n) * sizeof(float);
+        float some_x[WIDTH] = {0}, some[WIDTH] = {0};
+        memcpy(some_x, x + n, size);
+        memcpy(some, grad + n, size);
+        NAME(store)(some, NAME(times)(NAME(load)(some), NAME(silu_slope)(NAME(load)(some_x))));
+        memcpy(out + n, some, size);
     }
 }
 

@@ -4,7 +4,8 @@ Autograd gives every weight's gradient a new matrix and then adds it to `.grad`:
 writing and reading those matrices is a fifth of the backward pass. Under `gradients_in_place()` a linear layer of the
 model, whatever its architecture, adds its product onto `.grad` as soon as it is there, still in the cache, and an
 embedding adds only the rows that occurred, instead of a matrix of the whole vocabulary. Nothing of the model is
-patched: the mode sees the calls of `torch.nn.functional` that the forward makes.
+patched: the mode sees the calls of `torch.nn.functional` that the forward makes. (SiLU is computed by our own function
+there, too: activations.py.)
 
 Who comes second finds the first's gradient, so a weight that serves as embedding and as head is no special case. The
 backward may run outside the mode. Products in a lower precision than the weights' are added in the weights'. A weight
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from onbeat.device import product_dtype
+from onbeat.training.activations import silu
 from onbeat.training.products import linear, product
 
 
@@ -136,4 +138,4 @@ def _collects(weight: torch.Tensor) -> bool:
     return weight.requires_grad and weight.is_leaf and not isinstance(weight, DTensor)
 
 
-_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding}
+_IN_PLACE: dict[Callable[..., Any], Callable[..., Any]] = {F.linear: _linear, F.embedding: _embedding, F.silu: silu}

@@ -6,10 +6,11 @@
 
 That is allowed only if the bits of a micro-batch do not tell how many threads computed it, or when they changed. They
 do not where every number of a result is summed up by one thread in an order of its own, and so it is in the kernels of
-torch and oneDNN that training needs; and where no thread's share of an operation ends within a vector register, since
-what does not fill one is rounded differently. `why_fixed` asks both, of this model on this machine; where it is not so,
-the trainer keeps its number, and the run says why (environment.json). The second is asked of every number up to all
-cores, so in practice it is so on up to four cores.
+torch and oneDNN that training needs. Some activations of torch round what does not fill a vector register differently,
+and each thread's share of numbers has an end. SiLU is our own therefore (activations.py); a model with others can be
+trained so where every size of its layers is a whole number of vectors for each of 1, 2, 3 … threads: on two cores most,
+on more hardly any. `why_fixed` asks all that, of this model on this machine; where it is not so, the trainer keeps its
+number, and the run says why (environment.json).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onbeat.cores import beside_generators
 from onbeat.lora import trained_parameters
@@ -29,7 +31,10 @@ from onbeat.types import TrainGroup
 
 VECTOR = 8
 """Numbers in a register, as torch computes here (environment.py)."""
-_FEW_ROWS = 170
+_FEW_ROWS = 173
+"""Odd: nobody's share of them ends within a vector by chance."""
+_BY_PLACE = {"silu", "gelu", "sigmoid", "tanh", "softplus", "mish", "elu", "hardswish", "log_sigmoid_forward", "erf"}
+"""Functions of torch that may round a number by where it lies."""
 
 
 class SharedCores:
@@ -60,24 +65,41 @@ class SharedCores:
 
 
 def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int]) -> str | None:
-    """None if the shares of operations end at whole vectors however many tokens there are, and gradients of a small
-    group and products of few rows and of `most_rows` come out the same, with each of these numbers of threads; else
-    what is not so."""
+    """None if gradients of a small group, and products of few rows and of `most_rows`, come out the same with each of
+    these numbers of threads, and what the model calls is known to do so with more tokens too; else what is not so."""
     layers = _linear_layers(models.policy)
-    sizes = sorted({size for layer in layers for size in layer.weight.shape})
-    # An operation that is small takes fewer threads than there are: any number of them.
-    for size, count in itertools.product(sizes, range(1, max(counts) + 1)):
-        if size % (VECTOR * count):
-            return f"{size} numbers are no whole vectors for each of {count} threads"
     if _has_other_matrices(models.policy):
         return "the model has weights that are no linear layer's"
+    gradients = _gradients(models)
+    with _Calls() as calls:
+        gradients()
+    if other := sorted(calls.names & _BY_PLACE):
+        sizes = sorted({size for layer in layers for size in layer.weight.shape})
+        # An operation that is small takes fewer threads than there are: any number of them.
+        for size, count in itertools.product(sizes, range(1, max(counts) + 1)):
+            if size % (VECTOR * count):
+                return f"{other[0]} of {size} numbers does not fill whole vectors for each of {count} threads"
     before = torch.get_num_threads()
     products = (compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows))
     try:
-        same = all(_agree(compute, counts) for compute in itertools.chain(products, [_gradients(models)]))
+        same = all(_agree(compute, counts) for compute in itertools.chain(products, [gradients]))
     finally:
         torch.set_num_threads(before)
     return None if same else f"gradients by {' and '.join(map(str, counts))} threads have other bits"
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what a forward and a backward call, by torch's names."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 def _linear_layers(model: Any) -> list[torch.nn.Linear]:
@@ -106,8 +128,8 @@ def _agree(compute: Callable[[], list[torch.Tensor]], counts: Sequence[int]) -> 
 
 def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     vocabulary: int = models.policy.config.get_text_config().vocab_size
-    tokens = [(7 * n) % vocabulary for n in range(170)]
-    completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, 170)))
+    tokens = [(7 * n) % vocabulary for n in range(_FEW_ROWS)]
+    completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, _FEW_ROWS)))
     group = TrainGroup(
         slot=0, prompt_ids=tuple(tokens[:64]), completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * len(each) for each in completions), advantages=(1.0,) * len(completions),

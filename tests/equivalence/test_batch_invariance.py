@@ -36,10 +36,10 @@ from transformers import (
 )
 
 from onbeat.errors import UndecodableError
+from onbeat.kernels import available
 from onbeat.rollout import cache, invariant
 from onbeat.rollout.cache import CacheShape, Step
 from onbeat.rollout.engine import Engine
-from onbeat.rollout.fused import available
 from onbeat.rollout.invariant import Packed, gelu, gelu_tanh, silu, stand_ins
 from onbeat.rollout.probe import FarInto, probe_invariance
 from onbeat.types import Completion, GroupRequest

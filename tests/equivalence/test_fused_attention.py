@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.rollout import cache, fused, invariant
+from onbeat.compiled import KERNELS_VERSION
+from onbeat.kernels import available, kernels
+from onbeat.rollout import cache, invariant
 from onbeat.rollout.cache import CacheShape, Chunk, GroupCache, Step, Tokens
 from onbeat.rollout.engine import why_not_decodable
-from onbeat.rollout.fused import available, kernels
 from onbeat.rollout.probe import kernels_fingerprint
 from tests.fakes.models import ALL_ARCHITECTURES, generate_alone, request, sampling, tiny_model
 
@@ -226,14 +227,14 @@ def test_both_ways_give_every_model_the_same_log_probabilities(
 
 
 def test_a_compiled_file_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "KERNELS_VERSION", fused.KERNELS_VERSION + 1)
-    fused.kernels.cache_clear()
+    monkeypatch.setattr("onbeat.kernels.KERNELS_VERSION", KERNELS_VERSION + 1)
+    kernels.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="install onbeat again"):
             available()
     finally:
         monkeypatch.undo()
-        fused.kernels.cache_clear()
+        kernels.cache_clear()
     assert available()
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from onbeat.config import LoraSection
+from onbeat.kernels import available
 from onbeat.lora import add_adapter
 from onbeat.rollout import cache, invariant
-from onbeat.rollout.fused import available
 from onbeat.rollout.invariant import Gated, Norm, Packed, StandIn, compiled_bits, let_through, stand_ins, standing_in
 from onbeat.rollout.probe import kernels_fingerprint
 from tests.fakes.models import ALL_ARCHITECTURES, tiny_model

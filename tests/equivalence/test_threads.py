@@ -121,32 +121,34 @@ def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def changing(rng: random.Random, seen: set[int]) -> AbstractContextManager[None]:
+def changing(alone: int, rng: random.Random, seen: set[int]) -> AbstractContextManager[None]:
     """Generators begin and end between all products."""
 
     def listen() -> None:
         seen.add(torch.get_num_threads())
         cores.beside(rng.choice([0, 1, 3]))
 
-    cores = SharedCores(ALONE, listen)
+    cores = SharedCores(alone, listen)
     return cores.sharing()
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "phi3"])
+@pytest.mark.parametrize("alone", [2, 7])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "phi3", "olmo2", "smollm3"])
 def test_a_micro_batch_has_the_same_gradient_however_often_the_number_of_threads_changes(
-    architecture: str, tmp_path: Path
+    architecture: str, alone: int, tmp_path: Path
 ) -> None:
     trainer = make_trainer(tmp_path, architecture, beta=0.1)
     microbatch = large_microbatch(0)
-    torch.set_num_threads(ALONE)
+    torch.set_num_threads(alone)
+    assert trainer.why_threads_fixed(possible_threads(alone)) is None
     trainer.accumulate(microbatch)
     expected = gradients(trainer)
     for seed in range(3):
         seen: set[int] = set()
-        with changing(random.Random(seed), seen):
+        with changing(alone, random.Random(seed), seen):
             trainer.accumulate(microbatch)
-        assert seen == {1, ALONE}
-        assert torch.get_num_threads() == ALONE
+        assert seen == set(possible_threads(alone)) - ({2} if alone == 7 else set())
+        assert torch.get_num_threads() == alone
         found = gradients(trainer)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -158,14 +160,30 @@ def test_same_bits_are_tried_and_leave_no_gradient_behind(tmp_path: Path, monkey
     assert torch.get_num_threads() == 2
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert trainer.why_threads_fixed([1]) == "there is one core"
-    for most in (3, 4):  # a third of a row is no whole number of vectors, and a small operation takes three of four
-        assert "no whole vectors for each of 3 threads" in str(trainer.why_threads_fixed([most, 1]))
+    assert trainer.why_threads_fixed([8, 4, 2, 1]) is None
 
     def by_threads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return linear(x, weight) * (1 + 1e-6 * torch.get_num_threads())
 
     monkeypatch.setattr(threads, "linear", by_threads)
     assert why_fixed(trainer._models, [64], [2, 1]) == OTHER_BITS
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"),
+    [
+        ([2, 1], None),
+        ([3, 1], "gelu of 64 numbers does not fill whole vectors for each of 3 threads"),
+        ([4, 2, 1], "gelu of 64 numbers does not fill whole vectors for each of 3 threads"),  # few numbers take three
+    ],
+)
+def test_with_activations_of_torch_threads_are_fixed_where_shares_end_within_a_vector(
+    counts: list[int], reason: str | None, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path, "llama")
+    for layer in trainer.model.base_model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+    assert trainer.why_threads_fixed(counts) == reason
 
 
 def test_of_a_sum_that_depends_on_threads_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
