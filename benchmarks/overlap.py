@@ -4,7 +4,7 @@
 
 SmolLM2-135M, groups of 8, prompts of about 45 tokens, up to 16 new ones.
 
-    balanced    48 groups; half of the rewards' groups are without advantage, and generation and training take about as
+    balanced    96 groups; half of the rewards' groups are without advantage, and generation and training take about as
                 long
     short       8 groups, a KL to the reference
 

@@ -521,7 +521,8 @@ def readme_rows(folder: Path) -> str:
     for way in ("sync, all cores", "sync, separated"):
         gains = ratios(overlapping.runs({"workload": "balanced"}, f"onbeat {way}"), base)
         figure = f"{told(gains)} times as fast" if gains else NOT_MEASURED
-        rows.append((f"a period of 48 groups, periodic against {way}", figure, "`make bench-overlap`"))
+        what = f"a period of {WORKLOADS['balanced'].prompts} groups, periodic against {way}"
+        rows.append((what, figure, "`make bench-overlap`"))
     runs = loop.runs({"workers": max(WORKERS), "groups": max(NUM_GROUPS)}, "the loop")
     cost = told([run["ms_per_group"] for run in runs], " ms")
     rows.append(("the loop's own work per group, 1,000 workers, 10,000 groups", cost, "`make bench-scaling`"))

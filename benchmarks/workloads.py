@@ -50,6 +50,6 @@ WORKLOADS = {
     "long-prompt": Workload(rows="long_prompt", reward="vowels", prompts=4, max_new_tokens=64, beta=0.02, updates=1),
     "long-answer": Workload(rows="long_answer", reward="vowels", prompts=4, max_new_tokens=256, beta=0.02, updates=1),
     "unequal": Workload(rows="sums", reward="every_other", prompts=32, max_new_tokens=128, beta=0.0, updates=1),
-    "balanced": Workload(rows="sums", reward="every_other", prompts=48, max_new_tokens=16, beta=0.0, updates=1),
+    "balanced": Workload(rows="sums", reward="every_other", prompts=96, max_new_tokens=16, beta=0.0, updates=1),
 }
 AGAINST_TRL = ("short", "short, beta 0", "chat", "long-prompt", "long-answer")
