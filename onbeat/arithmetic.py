@@ -7,6 +7,7 @@ would sample other tokens from the same weights and random numbers.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,18 @@ def _values(*shape: int) -> torch.Tensor:
     return (mixed.to(torch.float32) / 32768 - 1).reshape(shape)
 
 
-def fingerprint() -> str:
-    """Of products, attention and the functions between them, at sizes that take different kernels; by one thread."""
+def fingerprint(*others: torch.Tensor) -> str:
+    """Of products, attention and the functions between them, at sizes that take different kernels, by one thread; and
+    of `others`, results of what else there is."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _digest()
+        return _digest(others)
     finally:
         torch.set_num_threads(threads)
 
 
-def _digest() -> str:
+def _digest(others: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
 
     def add(values: torch.Tensor) -> None:
@@ -50,4 +52,6 @@ def _digest() -> str:
         packed = torch.ops.mkldnn._reorder_linear_weight(_values(1000, 576), 32)
         for rows in (4, 33):
             add(torch.ops.mkldnn._linear_pointwise(_values(rows, 576), packed, None, "none", [], ""))
+    for values in others:
+        add(values)
     return digest.hexdigest()[:32]

@@ -82,11 +82,15 @@ class _Merged(torch.autograd.Function):
             outputs.append(block.as_rows(output))
             log_sums.append(block.as_rows(log_sum[..., None]))
         own, own_log_sum = torch.cat(outputs, dim=1), torch.cat(log_sums, dim=1)
-        log_sum = torch.logaddexp(prompt_log_sum, own_log_sum)
         # Two weights, each exact where it is small, in the precision of the logarithms: a share of 0.999 leaves 0.001.
-        ahead = prompt_log_sum - own_log_sum
-        merged = own * ahead.neg().sigmoid()
-        merged = merged.addcmul_(over_prompt.to(merged.dtype), ahead.sigmoid()).to(query.dtype)
+        # By these functions alone, and one at a time: of others the bits tell where a number lies (threads.py).
+        most = torch.maximum(prompt_log_sum, own_log_sum)
+        prompt_weight, own_weight = ((each - most).exp_() for each in (prompt_log_sum, own_log_sum))
+        total = prompt_weight + own_weight
+        log_sum = total.log().add_(most)
+        merged = own * (own_weight / total)
+        merged += over_prompt * (prompt_weight / total)
+        merged = merged.to(query.dtype)
         ctx.save_for_backward(query, prompt_key, prompt_value, key, value, merged, log_sum)
         ctx.segment, ctx.scale = segment, scale
         return merged

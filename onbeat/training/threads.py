@@ -25,15 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onbeat.cores import beside_generators
 from onbeat.lora import trained_parameters
+from onbeat.training.head import BLOCK_WORDS
 from onbeat.training.products import before_each, linear, product
 from onbeat.training.tri_model import TriModel
 from onbeat.types import TrainGroup
 
-VECTOR = 8
-"""Numbers in a register, as torch computes here (environment.py)."""
-_FEW_ROWS = 173
-"""Odd: nobody's share of them ends within a vector by chance."""
-_BY_PLACE = {"silu", "gelu", "sigmoid", "tanh", "softplus", "mish", "elu", "hardswish", "log_sigmoid_forward", "erf"}
+VECTOR = 16
+"""Numbers that torch computes at once here: two registers of AVX2 (environment.py)."""
+_FEW_ROWS = (8, 40, 64, 173)
+_BY_PLACE = {
+    "silu", "gelu", "glu", "sigmoid", "log_sigmoid_forward", "softplus", "mish", "elu", "hardswish", "tanh", "erf",
+    "logaddexp", "logaddexp2", "atan2", "addcmul", "addcdiv", "lerp",
+}  # fmt: skip
 """Functions of torch that may round a number by where it lies."""
 
 
@@ -80,7 +83,7 @@ def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int])
             if size % (VECTOR * count):
                 return f"{other[0]} of {size} numbers does not fill whole vectors for each of {count} threads"
     before = torch.get_num_threads()
-    products = (compute for rows in (_FEW_ROWS, *most_rows) for compute in _products(layers, rows))
+    products = (compute for rows in (*_FEW_ROWS, *most_rows) for compute in _products(models.policy, rows))
     try:
         same = all(_agree(compute, counts) for compute in itertools.chain(products, [gradients]))
     finally:
@@ -98,7 +101,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.names.add(function.overloadpacket.__name__)
+        self.names.add(function.overloadpacket.__name__.rstrip("_"))  # in place or not
         return function(*args, **(kwargs or {}))
 
 
@@ -128,8 +131,8 @@ def _agree(compute: Callable[[], list[torch.Tensor]], counts: Sequence[int]) -> 
 
 def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     vocabulary: int = models.policy.config.get_text_config().vocab_size
-    tokens = [(7 * n) % vocabulary for n in range(_FEW_ROWS)]
-    completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, _FEW_ROWS)))
+    tokens = [(7 * n) % vocabulary for n in range(173)]
+    completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, 173)))
     group = TrainGroup(
         slot=0, prompt_ids=tuple(tokens[:64]), completion_ids=completions,
         sampler_logprobs=tuple((0.0,) * len(each) for each in completions), advantages=(1.0,) * len(completions),
@@ -137,8 +140,10 @@ def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     parameters = list(trained_parameters(models.policy).values())
 
     def compute() -> list[torch.Tensor]:
-        models.logprobs(models.layout((group,))).policy_T.sum().backward()  # type: ignore[no-untyped-call]
+        logprobs = models.logprobs(models.layout((group,)))
+        logprobs.policy_T.sum().backward()  # type: ignore[no-untyped-call]
         found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found += [logprobs.policy_T.detach(), logprobs.entropy_T]
         for parameter in parameters:
             parameter.grad = None
         return found
@@ -146,9 +151,10 @@ def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     return compute
 
 
-def _products(layers: Sequence[torch.nn.Linear], rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:
-    """Forward and both backward, for every size of weight there is."""
-    sizes = {tuple(layer.weight.shape) for layer in layers}
+def _products(model: Any, rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:
+    """Forward and both backward, for every size of weight there is, and for a block of the head's words."""
+    vocabulary, width = model.get_output_embeddings().weight.shape
+    sizes = {tuple(layer.weight.shape) for layer in _linear_layers(model)} | {(min(BLOCK_WORDS, vocabulary), width)}
     generator = torch.Generator().manual_seed(0)
     for wide, deep in sorted(sizes):
         x, grad, weight = (torch.randn(*of, generator=generator) for of in ((rows, deep), (rows, wide), (wide, deep)))

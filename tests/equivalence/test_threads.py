@@ -14,11 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.batch.layout import Layout
 from onbeat.cores import possible_threads
 from onbeat.messages import Accumulate, Accumulated, FromTrainer, Step, Stepped, ToTrainer, WorkBeside
 from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
 from onbeat.training import threads
+from onbeat.training.attention import SharedPrompt
+from onbeat.training.merged import LONG_PROMPT
 from onbeat.training.products import before_each, linear, product
 from onbeat.training.threads import SharedCores, why_fixed
 from onbeat.training.trainer import PolicyTrainer
@@ -119,6 +122,31 @@ def gradients(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     trainer.model.zero_grad()
     assert any(gradient.abs().sum() > 0 for gradient in found.values())
     return found
+
+
+@pytest.mark.parametrize("prompt_length", [45, LONG_PROMPT, LONG_PROMPT + 100])
+def test_attention_and_its_gradients_have_the_same_bits_with_any_number_of_threads(prompt_length: int) -> None:
+    """Of so many heads and tokens that even what there is once per head and token is shared out."""
+    num_heads, dim = 28, 16
+    lengths = [151] * 7 + [144]
+    group = TrainGroup(
+        slot=0, prompt_ids=(1,) * prompt_length, completion_ids=tuple((2,) * n for n in lengths),
+        sampler_logprobs=tuple((0.0,) * n for n in lengths), advantages=(1.0,) * len(lengths),
+    )  # fmt: skip
+    layout = Layout.shared([group])
+    assert layout.segments is not None
+    num_tokens = layout.tokens_S_L.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, dim, generator=generator, requires_grad=True) for heads in (num_heads, 4, 4)
+    )
+    gradient = torch.randn(1, num_tokens, num_heads, dim, generator=generator)
+    found = []
+    for count in (1, 2, 3, 5, 8):
+        torch.set_num_threads(count)
+        attended = SharedPrompt(layout.segments, layout.prefix_length).attend(0, query, key, value, dim**-0.5, None)
+        found.append([attended.detach(), *torch.autograd.grad(attended, (query, key, value), gradient)])
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
 
 
 def changing(alone: int, rng: random.Random, seen: set[int]) -> AbstractContextManager[None]:
