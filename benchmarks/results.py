@@ -352,6 +352,7 @@ def draw_accuracy(measured: Measured, path: Path) -> bool:
                 axis.plot([record[by] for record in run["curve"]], values, color=colour, label=label, **style)
         axis.axhline(100 * TARGET, color="black", linewidth=0.6, linestyle=":")
         axis.set_xlabel("seconds of training" if by == "seconds" else "updates")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("held-out accuracy, %")
     axes[1].legend(frameon=False, fontsize=8)
