@@ -75,9 +75,10 @@ def main() -> None:
             total = updates if arguments.tune else updates + NOT_COUNTED
             job = WARM_UP if arguments.tiny else {"updates": total, "keys": {"schedule.periods": total}}
             jobs = [job | {"seed": seed} for seed in seeds]
-            contenders = opponents(model, name, workload, tuned)
             if arguments.tune:
                 contenders = [way for way in tried(model, workload) if way.name in arguments.ways]
+            else:
+                contenders = opponents(model, name, workload, tuned)
             for together in [[each] for each in contenders] if arguments.tune else [contenders]:
                 play(results, name, together, jobs, Path(folder))
             report(results, name, contenders, workload)
