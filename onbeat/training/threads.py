@@ -73,6 +73,8 @@ def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int])
     layers = _linear_layers(models.policy)
     if _has_other_matrices(models.policy):
         return "the model has weights that are no linear layer's"
+    if any(len(layer.weight) == 1 for layer in layers):
+        return "the gradient of a weight with one row is a sum that threads share"
     gradients = _gradients(models)
     with _Calls() as calls:
         gradients()

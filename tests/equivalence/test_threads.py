@@ -214,6 +214,12 @@ def test_with_activations_of_torch_threads_are_fixed_where_shares_end_within_a_v
     assert trainer.why_threads_fixed(counts) == reason
 
 
+def test_with_a_weight_of_one_row_threads_are_fixed(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "llama")
+    trainer.model.base_model.layers[0].gate = torch.nn.Linear(64, 1)
+    assert trainer.why_threads_fixed([2, 1]) == "the gradient of a weight with one row is a sum that threads share"
+
+
 def test_of_a_sum_that_depends_on_threads_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in a product, but somewhere in the model."""
     trainer = make_trainer(tmp_path, "llama")
