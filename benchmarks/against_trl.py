@@ -11,7 +11,7 @@ to everybody, and policy and reference are the same, of which onbeat makes use.)
 onbeat is as it is by default, bit-exact; completion order, which is not, stands beside it.
 
 TRL's settings are tried by --tune, one update each, and the fastest found is used (without --tune: micro-batches of 8):
-micro-batches of 4, 8, 16 … sequences up to the whole batch; transformers' continuous batching and its static cache
+micro-batches of 2, 4, 8, 16 … sequences up to the whole batch; transformers' continuous batching and its static cache
 instead of `generate` as it is; Intel's OpenMP, which onbeat uses. As many threads as cores, the allocator settings that
 onbeat gives its own processes (a third faster than without), no gradient checkpointing. Two more ways are measured for
 the record, and not used: bfloat16, which is another arithmetic than onbeat's, and a TRL with a line of it changed: on a
@@ -41,7 +41,7 @@ WARM_UP: Figures = {"seed": 0, "updates": 1, "tiny": True, "keys": TINY}
 NOT_COUNTED = 1
 UNTRIED = 8
 """Sequences of TRL's micro-batches, if no settings were tried: the best wherever some were."""
-SIZES = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in (4, 8, 16, 32, 64)}
+SIZES = {f"TRL, micro-batches of {size}": {"micro_batch": size} for size in (2, 4, 8, 16, 32, 64)}
 OTHER_WAYS: dict[str, dict[str, Any]] = {
     "TRL, continuous batching": {"continuous_batching": True},
     "TRL, static cache": {"cache_implementation": "static"},
