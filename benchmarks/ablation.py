@@ -29,7 +29,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns, times_as_fast
 from overlap import ONE_CORE_EACH, WARM_UP_GROUPS, whole_period
 from workloads import WORKLOADS, Workload
 
@@ -38,6 +38,7 @@ SCHEDULE = ("overlap", "overlap, separated", "generators", "shared prompt", "gro
 `balanced`, whose answers are short: overlap.py.)"""
 MANY_GROUPS = "unequal"
 NAMES = (MANY_GROUPS, "balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
+USUAL = (MANY_GROUPS, "short", "short, beta 0", "long-prompt")
 PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
 SYNC = PERIODIC | {"mode": "sync"}
 DEFAULT: tuple[dict[str, Any], dict[str, Any]] = ({}, PERIODIC)
@@ -71,9 +72,7 @@ SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 
 def main() -> None:
     flags = parser(repeats=3)
-    flags.add_argument(
-        "--workloads", nargs="*", choices=NAMES, default=(MANY_GROUPS, "short", "short, beta 0", "long-prompt")
-    )
+    flags.add_argument("--workloads", nargs="*", choices=NAMES, default=USUAL)
     flags.add_argument("--switches", nargs="*", choices=SWITCHES, help="instead of those that fit the workload")
     flags.add_argument("--prompts", type=int, help="of a period, instead of the workload's own")
     arguments = flags.parse_args()
@@ -123,10 +122,9 @@ def sides(run: Figures) -> tuple[float, float]:
 def report(results: Results, cell: dict[str, str]) -> None:
     print(f"{cell['workload']}: {cell['switch']}")
     runs = {way: results.runs(cell, way) for way in SWITCHES[cell["switch"]]}
-    default = [run["seconds"] for run in runs["periodic"]]
     for way, found in runs.items():
         waits = " / ".join(summary([run[f"{side}_waiting_s"] for run in found]) for side in ("generators", "trainer"))
-        ratios = [run["seconds"] / base for run, base in zip(found, default, strict=True)]
+        ratios = times_as_fast(runs["periodic"], found)
         print(
             f"  {way:28} {summary([run['seconds'] for run in found]):24} s, {statistics.median(ratios):.2f} times "
             f"periodic; generators / trainer wait {waits}"

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from harness import Cell, Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import Cell, Contender, Figures, Results, parser, rounds, smollm2, summary, take_turns
 
 GROUP_SIZE = 8
 WAVES = 2
@@ -91,14 +91,14 @@ def report(results: Results, cell: Cell, contenders: list[Contender]) -> None:
         shares = [rate / limit for rate, limit in zip(rates["onbeat"], limits, strict=True)]
         print(f"  onbeat : GEMM limit {summary(shares)} of {statistics.median(limits):.0f} tokens/s")
         for name in [each.name for each in contenders if each.name != "onbeat"]:
-            print(f"  onbeat : {name} {summary(ratios(results, cell, name))}, job by job")
+            gains = rates_over(results.runs(cell, "onbeat"), results.runs(cell, name))
+            print(f"  onbeat : {name} {summary(gains)}, job by job")
 
 
-def ratios(results: Results, cell: Cell, rival: str) -> list[float]:
-    """Of the rates on the same jobs."""
-    ours = {run["seed"]: run["tokens"] / run["seconds"] for run in results.runs(cell, "onbeat")}
-    theirs = {run["seed"]: run["tokens"] / run["seconds"] for run in results.runs(cell, rival)}
-    return [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()]
+def rates_over(ours: list[Figures], theirs: list[Figures]) -> list[float]:
+    """How many times as many tokens per second, job by job."""
+    pairs = rounds(ours, theirs)
+    return [(a["tokens"] / a["seconds"]) / (b["tokens"] / b["seconds"]) for a, b in pairs]
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ class Contender:
     def described(self) -> Figures:
         """Its settings for the record: everything but where on this machine things are."""
         known = {key: value for key, value in (self.settings | self.job).items() if key != "model"}
-        found: Figures = json.loads(json.dumps(known).replace(f"{ROOT}/", ""))
+        found: Figures = json.loads(json.dumps(known).replace(f"{ROOT}/", "").replace(f"{sys.prefix}/", ""))
         return found
 
     def start(self, cell: Cell, log: Path) -> Running:
@@ -234,7 +234,6 @@ class Results:
         self._asked: list[Cell] = []
         if path.exists():
             self._content = json.loads(path.read_text())
-        self._content |= {"code": code(), "command": command()}
 
     def of(self, cell: Cell, contender: str) -> Figures:
         for result in self._content["results"]:
@@ -257,8 +256,8 @@ class Results:
         asked = hashlib.sha256(json.dumps(jobs[0], sort_keys=True).encode()).hexdigest()[:16]
         now = {"settings": contender.described, "sources": sources(contender.environment is None), "job": asked}
         if any(result.get(name) != value for name, value in now.items()):
-            result |= {"versions": {}, **now, "code": code(), "runs": []}
-            for name in result.keys() - {"cell", "contender", "machine", "versions", "code", "runs", *now}:
+            result |= {"versions": {}, **now, "code": code(), "command": command(), "runs": []}
+            for name in result.keys() - {"cell", "contender", "machine", "versions", "code", "command", "runs", *now}:
                 del result[name]
         return result
 
@@ -290,6 +289,21 @@ class Results:
 def summary(values: Sequence[float]) -> str:
     """Median, and the range the runs lay in."""
     return f"{statistics.median(values):.4g} ({min(values):.4g}-{max(values):.4g})"
+
+
+def rounds(*contenders: Sequence[Figures]) -> list[tuple[Figures, ...]]:
+    """The runs of several contenders, those of the same seed together; of the seeds that all of them have had."""
+    by_seed = [{run["seed"]: run for run in runs} for runs in contenders]
+    shared = set.intersection(*(set(runs) for runs in by_seed))
+    return [tuple(runs[seed] for runs in by_seed) for seed in sorted(shared)]
+
+
+def times_as_fast(ours: Sequence[Figures], theirs: Sequence[Figures]) -> list[float]:
+    """Per update or period, round by round."""
+    return [
+        (other["seconds"] / other.get("periods", 1)) / (run["seconds"] / run.get("periods", 1))
+        for run, other in rounds(ours, theirs)
+    ]
 
 
 def take_turns(

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import Contender, Figures, Results, parser, rounds, smollm2, summary, take_turns
 from workloads import WORKLOADS
 
 NAMES = ("balanced", "short")
@@ -73,6 +73,11 @@ def same_bits(turn: Iterable[Figures]) -> bool:
     return len({(run["sampled"], *run["grad_norms"]) for run in turn}) == 1
 
 
+def fastest_first(turns: Iterable[Sequence[Figures]]) -> int:
+    """In how many rounds the first of them, periodic, was the fastest."""
+    return sum(min(run["seconds"] for run in turn) == turn[0]["seconds"] for turn in turns)
+
+
 def report(results: Results, workload: str) -> None:
     runs = {way: results.of({"workload": workload}, f"onbeat {way}")["runs"] for way in WAYS}
     print(workload)
@@ -83,12 +88,11 @@ def report(results: Results, workload: str) -> None:
         ]
         print(f"  {way:28} {summary([run['seconds'] for run in found]):22} s, {', '.join(waits)}")
     median = {way: statistics.median(run["seconds"] for run in found) for way, found in runs.items()}
-    rounds = list(zip(*(runs[way] for way in EXACT), strict=True))
-    fastest = sum(min(run["seconds"] for run in turn) == turn[0]["seconds"] for turn in rounds)
-    print(f"  periodic fastest in {fastest} of {len(rounds)}")
+    turns = rounds(*(runs[way] for way in EXACT))
+    print(f"  periodic fastest in {fastest_first(turns)} of {len(turns)}")
     for way in EXACT[1:]:
         print(f"  periodic is {median[way] / median['periodic']:.2f} times as fast as {way}")
-    same = [same_bits(turn) for turn in rounds]
+    same = [same_bits(turn) for turn in turns]
     print(f"  the same tokens, log-probabilities and norm of the gradient in {sum(same)} of {len(same)}")
     late = median["periodic"] / median["periodic, completion order"] - 1
     print(f"  dispatch order takes {100 * late:+.0f} % of the time in completion order", flush=True)

@@ -25,11 +25,11 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from ablation import MANY_GROUPS, SWITCHES, fitting, sides
-from against_trl import OTHER_WAYS, OURS, rates
-from generate import CELLS, NUM_PARAMETERS
-from harness import ROOT, Figures
-from overlap import EXACT, WAYS, same_bits
+from ablation import SWITCHES, USUAL, fitting, sides
+from against_trl import BFLOAT16, IN_BFLOAT16, OTHER_WAYS, OURS, rates
+from generate import CELLS, NUM_PARAMETERS, rates_over
+from harness import ROOT, Figures, rounds, times_as_fast
+from overlap import EXACT, WAYS, fastest_first, same_bits
 from scaling import AXES, NUM_GROUPS, WORKERS, slopes
 from time_to_accuracy import TARGET, reached, seconds_to_target, times_sooner
 from workloads import AGAINST_TRL, WORKLOADS
@@ -77,14 +77,25 @@ class Measured:
         made = [result for result in self.content.get("results", []) if result["runs"]]
         if not made:
             return NOT_MEASURED
-        machines = list({described(result["machine"]): result["machine"] for result in made}.values())
-        packages = {name: version for result in made for name, version in result["versions"].items()}
-        pythons = {f"Python {machine['python']}" for machine in machines}
-        versions = [*sorted(pythons), *(f"{name} {version}" for name, version in packages.items())]
-        commits = {result.get("code") or self.content.get("code") or "unknown" for result in made}
-        dates = {result["date"] for result in made if "date" in result}
-        when = f"commit {', '.join(sorted(commits))}" + (f", {', '.join(sorted(dates))}" if dates else "")
-        return "; ".join([" and ".join(map(described, machines)), ", ".join(versions), when])
+        packages = {(name, version) for result in made for name, version in result["versions"].items()}
+        pythons = {("Python", result["machine"]["python"]) for result in made}
+        versions = ", ".join(f"{name} {version}" for name, version in [*sorted(pythons), *sorted(packages)])
+        made_by: dict[tuple[str, str, str], list[str]] = {}
+        for result in made:
+            cells = made_by.setdefault((described(result["machine"]), result["code"], result.get("date", "")), [])
+            name = ", ".join(map(str, result["cell"].values()))
+            if name not in cells:
+                cells.append(name)
+        machines = dict.fromkeys(machine for machine, _, _ in made_by)
+        parts = []
+        for machine in machines:
+            commits = [
+                f"commit {commit}, {date}" + (f" ({'; '.join(cells)})" if len(made_by) > 1 else "")
+                for (where, commit, date), cells in made_by.items()
+                if where == machine
+            ]
+            parts.append(f"{machine}: {', '.join(commits)}")
+        return f"{versions}. {'. '.join(parts)}"
 
 
 def described(machine: Figures) -> str:
@@ -111,12 +122,6 @@ def told(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
     return f"{statistics.median(known):.{digits}g}{spread}{unit}"
 
 
-def ratios(slower: list[Figures], faster: list[Figures]) -> list[float]:
-    """How many times as fast, round by round, per update or period."""
-    pairs = zip(slower, faster, strict=False)
-    return [(a["seconds"] / a.get("periods", 1)) / (b["seconds"] / b.get("periods", 1)) for a, b in pairs]
-
-
 def percent(values: Iterable[float]) -> str:
     return told([100 * value for value in values], " %")
 
@@ -130,8 +135,13 @@ def against_trl(measured: Measured) -> Table:
         cell = {"workload": name}
         runs = {who: measured.runs(cell, who) for who in (*OURS, "TRL")}
         speeds = [told(rates(runs[who], WORKLOADS[name])) for who in (*OURS, "TRL")]
-        gains = [told(ratios(runs["TRL"], runs[who])) for who in OURS]
+        gains = [told(times_as_fast(runs[who], runs["TRL"])) for who in OURS]
         table.append((f"`{name}`", *speeds, *(bold(gain) for gain in gains)))
+        if name == IN_BFLOAT16:
+            for ours, what in ((BFLOAT16[0], "both in bfloat16"), (OURS[0], "TRL in bfloat16")):
+                pair = [measured.runs(cell, who) for who in (ours, BFLOAT16[1])]
+                both = [told(rates(each, WORKLOADS[name])) for each in pair]
+                table.append((f"`{name}`, {what}", both[0], "", both[1], told(times_as_fast(*pair)), ""))
     return table
 
 
@@ -188,7 +198,7 @@ def draw_trl(measured: Measured, path: Path) -> bool:
         trl = measured.runs({"workload": name}, "TRL")
         for row, (who, colour) in enumerate(contenders):
             if runs := measured.runs({"workload": name}, who):
-                speeds = ratios(trl, runs)
+                speeds = times_as_fast(runs, trl)
                 middle = statistics.median(speeds)
                 spread = [[middle - min(speeds)], [max(speeds) - middle]]
                 label = who if place == 0 else None
@@ -222,17 +232,13 @@ def generation(measured: Measured) -> Table:
 
 def _tokens_per_second(measured: Measured, cell: Figures, who: str) -> str:
     runs = measured.runs(cell, who)
-    start = f", {measured.start_s(cell, who):.0f} s" if runs else ""
+    start = f", {measured.start_s(cell, who):.1f} s" if runs else ""
     return told(run["tokens"] / run["seconds"] for run in runs) + start
 
 
 def generation_gains(measured: Measured, cell: Figures, rival: str) -> list[float]:
     """How many times as fast, job by job."""
-    rate = {
-        who: {run["seed"]: run["tokens"] / run["seconds"] for run in measured.runs(cell, who)}
-        for who in ("onbeat", rival)
-    }
-    return [rate["onbeat"][seed] / rate[rival][seed] for seed in sorted(rate["onbeat"].keys() & rate[rival].keys())]
+    return rates_over(measured.runs(cell, "onbeat"), measured.runs(cell, rival))
 
 
 # -- the ablation --------------------------------------------------------------------------------------------
@@ -240,46 +246,55 @@ def generation_gains(measured: Measured, cell: Figures, rival: str) -> list[floa
 
 def overlap(measured: Measured) -> Table:
     table: Table = [("workload", "way", "seconds", "generators wait", "trainer waits", "periodic is faster by")]
-    for cell in measured.cells() or [{"workload": "balanced"}]:
+    for cell in measured.cells():
         base = measured.runs(cell, "onbeat periodic")
         for way in WAYS:
             runs = measured.runs(cell, f"onbeat {way}")
             waits = [told(run[f"{side}_waiting_s"] for run in runs) for side in ("generators", "trainer")]
             seconds = told(run["seconds"] for run in runs)
-            table.append((f"`{cell['workload']}`", way, seconds, *waits, told(ratios(runs, base))))
+            table.append((f"`{cell['workload']}`", way, seconds, *waits, told(times_as_fast(base, runs))))
     return table
 
 
 def same_work(measured: Measured) -> str:
-    """Whether those that are exact did the same, bit for bit."""
+    """Whether those that are exact did the same, bit for bit, and how often periodic was the fastest of them."""
     told: list[str] = []
     for cell in measured.cells():
         runs = [measured.runs(cell, f"onbeat {way}") for way in EXACT]
-        same = [same_bits(turn) for turn in zip(*runs, strict=False)]
-        told.append(f"{sum(same)} of {len(same)} rounds of `{cell['workload']}`")
-    found = ", ".join(told) or NOT_MEASURED
-    return f"The same tokens, log-probabilities and norm of the gradient by {', '.join(EXACT)}: {found}."
+        turns = rounds(*runs)
+        same = sum(same_bits(turn) for turn in turns)
+        first = fastest_first(turns)
+        told.append(f"of {len(turns)} rounds of `{cell['workload']}` {same} the same bits, periodic fastest in {first}")
+    found = "; ".join(told) or NOT_MEASURED
+    return f"Tokens, log-probabilities and norm of the gradient by {', '.join(EXACT)}: {found}."
 
 
 def ablation(measured: Measured) -> Table:
     head = ("workload", "switch", "way", "seconds", "default is faster by", "generators wait", "trainer waits")
     table: Table = [(*head, "over max(generate, train)")]
-    for cell in measured.cells() or [{"workload": MANY_GROUPS, "switch": switch} for switch in fitting(MANY_GROUPS)]:
+    for cell in measured.cells():
         base, sync = measured.runs(cell, "periodic"), measured.runs(cell, "sync")
-        bounds = [max(sides(run)) + run["publish_s"] for run in sync]
+        bounds = {run["seed"]: max(sides(run)) + run["publish_s"] for run in sync}
         for way in SWITCHES[cell["switch"]]:
             runs = measured.runs(cell, way)
             waits = [told(run[f"{side}_waiting_s"] for run in runs) for side in ("generators", "trainer")]
-            distance = [run["seconds"] / bound for run, bound in zip(runs, bounds, strict=False)]
-            gain = told(ratios(runs, base)) if way != "periodic" else "1"
+            distance = [run["seconds"] / bounds[run["seed"]] for run in runs if run["seed"] in bounds]
+            gain = told(times_as_fast(base, runs)) if way != "periodic" else "1"
             columns = (told(run["seconds"] for run in runs), gain, *waits, told(distance) if distance else "")
             table.append((f"`{cell['workload']}`", cell["switch"], way, *columns))
     return table
 
 
+def not_switched(measured: Measured) -> str:
+    """What of the ablation is missing."""
+    cells = [{"workload": name, "switch": switch} for name in USUAL for switch in fitting(name)]
+    missing = [f"`{cell['workload']}` {cell['switch']}" for cell in cells if cell not in measured.cells()]
+    return f"Switches that were not measured: {', '.join(missing) or 'none'}."
+
+
 def draw_ablation(measured: Measured, path: Path) -> bool:
     bars = [
-        (f"{cell['workload']}: {way}", ratios(measured.runs(cell, way), measured.runs(cell, "periodic")))
+        (f"{cell['workload']}: {way}", times_as_fast(measured.runs(cell, "periodic"), measured.runs(cell, way)))
         for cell in measured.cells()
         for way in SWITCHES[cell["switch"]]
         if way != "periodic" and cell["switch"] != "overlap, separated" and measured.runs(cell, way)
@@ -323,7 +338,7 @@ def accuracy(measured: Measured) -> Table:
 
 def identical(measured: Measured) -> str:
     (cell,) = measured.cells() or [{}]
-    pairs = list(zip(measured.runs(cell, "onbeat"), measured.runs(cell, "onbeat, sync"), strict=False))
+    pairs = rounds(measured.runs(cell, "onbeat"), measured.runs(cell, "onbeat, sync"))
     same = sum(one["digest"] == other["digest"] for one, other in pairs)
     if not pairs:
         return f"Weights of sync and periodic at the end: {NOT_MEASURED}."
@@ -458,7 +473,9 @@ its script in [benchmarks/](../benchmarks), and in [benchmarks.md](benchmarks.md
 TRL = """Completions trained per second, SmolLM2-135M, groups of 8: onbeat in its default, bit-exact configuration; in
 completion order, which is not exact; and TRL's `GRPOTrainer` at the best of the settings that were tried. TRL's
 `AsyncGRPOTrainer` cannot run without a GPU: its attention is a FlashAttention 3 kernel, and it sends weights to a vLLM
-server by NCCL."""
+server by NCCL. All completions of an update are generated at once here, and groups end together, so next to nothing
+overlaps: the factor is that of the engine, the shared prompt, the elisions and the products (below, *What each part is
+worth*), and overlap comes on top where a period has more groups than are generated at once (*Overlap*)."""
 ACCURACY = "Held-out accuracy on `recipes/smollm2-arithmetic.toml`, after every update; evaluation is not on the clock."
 GENERATION = """Tokens per second of SmolLM2-135M in float32, and seconds from start to first token: groups of 8
 completions of 8 to 56 tokens, prefill on the clock. Then how many times as fast onbeat is, job by job."""
@@ -485,6 +502,7 @@ def page(folder: Path) -> str:
         section("The demo with a real model", "make bench-demo", DEMO, shown, demo(shown)),
         section("Generation", "make bench-generate", GENERATION, generated, generation(generated)),
         section("What each part is worth", "make bench-ablation", ABLATION, parts, ablation(parts)),
+        not_switched(parts),
         picture(lambda path: draw_ablation(parts, path), folder / "results-ablation.png", "Each part switched off"),
         section("Overlap", "make bench-overlap", "A period over warm workers.", overlapping, overlap(overlapping)),
         same_work(overlapping),
@@ -501,10 +519,12 @@ def readme_rows(folder: Path) -> str:
     rows: Table = [("what", "figure", "command")]
     for name in AGAINST_TRL:
         workload = WORKLOADS[name]
-        gains = ratios(trl.runs({"workload": name}, "TRL"), trl.runs({"workload": name}, "onbeat"))
+        gains = times_as_fast(*(trl.runs({"workload": name}, who) for who in ("onbeat", "TRL")))
         size = f"{workload.prompts} × {workload.group_size} completions of up to {workload.max_new_tokens} tokens"
         what = f"completions trained per second against TRL, SmolLM2-135M on 2 cores: `{name}`, {size}"
         rows.append((what, f"{told(gains)} times as fast" if gains else NOT_MEASURED, "`make bench-trl`"))
+        if name == IN_BFLOAT16 and (gains := times_as_fast(*(trl.runs({"workload": name}, who) for who in BFLOAT16))):
+            rows.append((f"the same, both in bfloat16: `{name}`", f"{told(gains)} times as fast", "`make bench-trl`"))
     gains = sooner(learned)
     rows.append(
         (
@@ -513,6 +533,10 @@ def readme_rows(folder: Path) -> str:
             "`make bench-accuracy`",
         )
     )
+    shown = Measured(folder, "demo")
+    for run in (run for cell in shown.cells() for run in shown.runs(cell, "demo")[:1]):
+        figure = " → ".join(percent([run[f"accuracy_{when}"]]) for when in ("before", "after"))
+        rows.append((f"held-out accuracy of the demo, {run['periods']} periods", figure, "`make bench-demo`"))
     generated = Measured(folder, "generate")
     for rival in RIVALS:
         found = [statistics.median(gains) for cell in CELLS if (gains := generation_gains(generated, cell, rival))]
@@ -520,7 +544,7 @@ def readme_rows(folder: Path) -> str:
         rows.append((f"tokens generated per second against {rival}, SmolLM2-135M", figure, "`make bench-generate`"))
     base = overlapping.runs({"workload": "balanced"}, "onbeat periodic")
     for way in ("sync, all cores", "sync, separated"):
-        gains = ratios(overlapping.runs({"workload": "balanced"}, f"onbeat {way}"), base)
+        gains = times_as_fast(base, overlapping.runs({"workload": "balanced"}, f"onbeat {way}"))
         figure = f"{told(gains)} times as fast" if gains else NOT_MEASURED
         what = f"a period of {WORKLOADS['balanced'].prompts} groups, periodic against {way}"
         rows.append((what, figure, "`make bench-overlap`"))

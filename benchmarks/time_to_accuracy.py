@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from against_trl import TUNED, best_found
-from harness import ROOT, Contender, Figures, Results, parser, smollm2, summary, take_turns
+from harness import ROOT, Contender, Figures, Results, parser, rounds, smollm2, summary, take_turns
 from workloads import WORKLOADS
 
 from onbeat.recipe import load
@@ -84,7 +84,7 @@ def seconds_to_target(run: Figures) -> float:
 
 def times_sooner(ours: list[Figures], theirs: list[Figures]) -> list[float]:
     """Seed by seed, of the seeds both have had."""
-    return [seconds_to_target(b) / seconds_to_target(a) for a, b in zip(ours, theirs, strict=False)]
+    return [seconds_to_target(b) / seconds_to_target(a) for a, b in rounds(ours, theirs)]
 
 
 def report(results: Results, chosen: list[Contender]) -> None:
@@ -95,7 +95,7 @@ def report(results: Results, chosen: list[Contender]) -> None:
         ends = [summary([run["curve"][place]["accuracy"] for run in runs]) for place in (0, -1)]
         print(f"{name:18} {len(there)} of {len(runs)} at {TARGET:.0%}: {seconds} s; accuracy {' -> '.join(ends)}")
     print(f"onbeat is there {summary(times_sooner(found['onbeat'], found['TRL']))} times sooner, seed by seed")
-    same = [a["digest"] == b["digest"] for a, b in zip(found["onbeat"], found["onbeat, sync"], strict=True)]
+    same = [a["digest"] == b["digest"] for a, b in rounds(found["onbeat"], found["onbeat, sync"])]
     print(f"sync and periodic end with the same weights in {sum(same)} of {len(same)}")
 
 

@@ -1,15 +1,16 @@
-"""Draws docs/overlap.png: a period of the arithmetic recipe, step by step and periodic, from the traces of real runs.
+"""Draws docs/overlap.png: a period of SmolLM2-135M, step by step and periodic, from the traces of real runs.
 
     make picture
 
-Of each run's later periods, the one of median length: a single one may have had bad luck.
+The workload `balanced` of benchmarks/workloads.py, three ways: step by step on a core each, as if generator and trainer
+were devices of their own; step by step, each phase on all cores; periodic. Everything else is as by default. Of each
+run the last period is drawn: in the first one processes warm up.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -22,13 +23,22 @@ import matplotlib.pyplot as plt
 import onbeat
 
 ROOT = Path(__file__).parents[1]
-SETTLED = 5
-"""Periods before this one are not drawn: processes warm up."""
-SETTINGS = {
-    "schedule.periods": 36,
-    "schedule.prompts_per_period": 16,
-    "generator.max_sequences": 16,
-    "trainer.pack_tokens": 1,
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from overlap import ONE_CORE_EACH
+from workloads import WORKLOADS
+
+WORKLOAD = WORKLOADS["balanced"]
+TASKS = ROOT / "benchmarks" / "rivals" / "tasks.py"
+SETTINGS = WORKLOAD.keys | {
+    "model.path": f"{ROOT / 'recipes' / 'smollm2.py'}:make_model",
+    "data.path": f"{TASKS}:{WORKLOAD.rows}",
+    "reward.functions": [{"path": f"{TASKS}:{WORKLOAD.reward}"}],
+    "schedule.periods": 2,
+}
+WAYS = {
+    "step by step, generator and trainer on a core each": {"schedule.mode": "sync"} | ONE_CORE_EACH,
+    "step by step, each on both cores in turn": {"schedule.mode": "sync"},
+    "periodic (the default)": {"schedule.mode": "periodic"},
 }
 LANES = {"publish": "#8d99ae", "generator-0": "#2a6f97", "scorer": "#e9c46a", "trainer-0": "#c8553d"}
 
@@ -37,36 +47,31 @@ class Span(NamedTuple):
     lane: str
     row: int
     name: str
-    began_ms: float
-    ended_ms: float
+    began_s: float
+    ended_s: float
 
 
-def run(mode: str, folder: Path) -> list[Span]:
-    """The spans of a real run's median period, its publish at time 0."""
-    run_dir = folder / mode
-    overrides = {**SETTINGS, "schedule.mode": mode, "run.dir": str(run_dir)}
-    onbeat.train(str(ROOT / "recipes" / "arithmetic.toml"), overrides=overrides)
-    events = json.loads((run_dir / "trace.json").read_text())
+def run(keys: dict[str, object]) -> list[Span]:
+    """The spans of a real run's last period, its publish at time 0."""
+    with tempfile.TemporaryDirectory(prefix="onbeat-picture-") as folder:
+        onbeat.train(overrides=SETTINGS | keys | {"run.dir": f"{folder}/run"})
+        events = json.loads(Path(folder, "run", "trace.json").read_text())
     lanes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     spans = [
-        Span(lanes[e["pid"]], e["tid"], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        Span(lanes[e["pid"]], e["tid"], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6)
         for e in events
         if e["ph"] == "X"
     ]
-    opens = sorted(span.began_ms for span in spans if span.lane == "publish")[SETTLED:]
-    periods = [
-        [
-            span._replace(began_ms=span.began_ms - first, ended_ms=span.ended_ms - first)
-            for span in spans
-            if first <= span.began_ms < last
-        ]
-        for first, last in itertools.pairwise(opens)
+    opened_s = max(span.began_s for span in spans if span.lane == "publish")
+    return [
+        span._replace(began_s=span.began_s - opened_s, ended_s=span.ended_s - opened_s)
+        for span in spans
+        if opened_s <= span.began_s
     ]
-    return sorted(periods, key=length_ms)[len(periods) // 2]
 
 
-def length_ms(spans: list[Span]) -> float:
-    return max(span.ended_ms for span in spans)
+def length_s(spans: list[Span]) -> float:
+    return max(span.ended_s for span in spans)
 
 
 def draw(axis: plt.Axes, spans: list[Span], title: str) -> None:
@@ -76,12 +81,12 @@ def draw(axis: plt.Axes, spans: list[Span], title: str) -> None:
         for span in mine:
             axis.barh(
                 place - 0.4 + 0.8 * (span.row + 0.5) / rows,
-                span.ended_ms - span.began_ms,
-                left=span.began_ms,
+                span.ended_s - span.began_s,
+                left=span.began_s,
                 height=0.8 / rows,
                 color=colour,
                 edgecolor="white",
-                linewidth=0.6,
+                linewidth=0.4,
             )
     axis.set_yticks(range(len(LANES)), LANES)
     axis.invert_yaxis()
@@ -90,15 +95,11 @@ def draw(axis: plt.Axes, spans: list[Span], title: str) -> None:
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="onbeat-picture-"))
-    try:
-        periods = {mode: run(mode, folder) for mode in ("sync", "periodic")}
-    finally:
-        shutil.rmtree(folder)
-    figure, axes = plt.subplots(2, 1, figsize=(9, 4.6), sharex=True, layout="constrained")
-    for axis, (mode, spans) in zip(axes, periods.items(), strict=True):
-        draw(axis, spans, f'schedule.mode = "{mode}": {length_ms(spans):.0f} ms')
-    axes[-1].set_xlabel("ms since the period opened; each bar is one group (in training: one micro-batch)")
+    periods = {way: run(keys) for way, keys in WAYS.items()}
+    figure, axes = plt.subplots(len(WAYS), 1, figsize=(9, 6.6), sharex=True, layout="constrained")
+    for axis, (way, spans) in zip(axes, periods.items(), strict=True):
+        draw(axis, spans, f"{way}: {length_s(spans):.1f} s")
+    axes[-1].set_xlabel("seconds since the period opened; each bar is a group (of the trainer: a micro-batch)")
     figure.savefig(ROOT / "docs" / "overlap.png", dpi=130)
 
 
