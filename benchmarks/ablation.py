@@ -16,6 +16,8 @@ seed, the same prompts. Each switch is a cell of its own, in which the default, 
     products                    those of training by torch (MKL) instead of oneDNN
     engine                      transformers' `generate` instead of the embedded engine
     everything                  sync, without any of the savings
+    sequences at once, tokens   defaults that were found by measurement (generator.max_sequences, trainer.pack_tokens;
+    of a pack, cores            who computes with how many threads), with less and with more
 
 The bound of a period is max(generate, train): what the slower side takes alone, by the sync run of the same round. How
 far a period is from it, and what each side waits, stands beside its seconds. Where both sides share the cores even a
@@ -24,6 +26,7 @@ perfect overlap cannot reach the bound. Writes docs/bench-ablation.json.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -37,11 +40,20 @@ SCHEDULE = ("overlap", "overlap, separated", "generators", "shared prompt", "gro
 """The paper's ablation, on a period of many groups, some of whose answers are ten times as long as others. (On
 `balanced`, whose answers are short: overlap.py.)"""
 MANY_GROUPS = "unequal"
+DEFAULTS = ("sequences at once", "tokens of a pack", "cores")
+"""What a recipe need not say, on `balanced`."""
+CORES = len(os.sched_getaffinity(0))
 NAMES = (MANY_GROUPS, "balanced", "short", "short, beta 0", "chat", "long-prompt", "long-answer")
-USUAL = (MANY_GROUPS, "short", "short, beta 0", "long-prompt")
+USUAL = (MANY_GROUPS, "short", "short, beta 0", "long-prompt", "balanced")
 PERIODIC = {"mode": "periodic", "order": "dispatch", "generators": 1}
 SYNC = PERIODIC | {"mode": "sync"}
 DEFAULT: tuple[dict[str, Any], dict[str, Any]] = ({}, PERIODIC)
+
+
+def _threads(number: int) -> dict[str, int]:
+    return {"generator.threads": number, "trainer.threads": number}
+
+
 SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "overlap": {
         "periodic": DEFAULT,
@@ -56,6 +68,21 @@ SWITCHES: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         "periodic": DEFAULT,
         "2 generators": ({}, PERIODIC | {"generators": 2}),
         "3 generators": ({}, PERIODIC | {"generators": 3}),
+    },
+    "sequences at once": {
+        "periodic": DEFAULT,
+        "32": ({"keys": {"generator.max_sequences": 32}}, PERIODIC),
+        "128": ({"keys": {"generator.max_sequences": 128}}, PERIODIC),
+    },
+    "tokens of a pack": {
+        "periodic": DEFAULT,
+        "512": ({"keys": {"trainer.pack_tokens": 512}}, PERIODIC),
+        "1536": ({"keys": {"trainer.pack_tokens": 1536}}, PERIODIC),
+    },
+    "cores": {
+        "periodic": DEFAULT,
+        "each side all, always": ({"keys": _threads(CORES)}, PERIODIC),
+        "each side half, always": ({"keys": _threads(max(1, CORES // 2))}, PERIODIC),
     },
     "shared prompt": {"periodic": DEFAULT, "prompt copied": ({"trainer": "prompt_copied"}, PERIODIC)},
     "groups without advantage": {"periodic": DEFAULT, "all groups trained": ({}, PERIODIC | {"elide": False})},
@@ -95,9 +122,16 @@ def main() -> None:
 
 def fitting(name: str) -> list[str]:
     """The schedule is tried where there are many groups; on the others, what makes them faster than with TRL."""
-    if name in (MANY_GROUPS, "balanced"):
+    if name == "balanced":
+        return list(DEFAULTS)
+    if name == MANY_GROUPS:
         return list(SCHEDULE)
-    unfit = {"overlap, separated", "generators", *(["groups without advantage"] if WORKLOADS[name].beta > 0 else [])}
+    unfit = {
+        "overlap, separated",
+        "generators",
+        *DEFAULTS,
+        *(["groups without advantage"] if WORKLOADS[name].beta > 0 else []),
+    }
     return [switch for switch in SWITCHES if switch not in unfit]
 
 

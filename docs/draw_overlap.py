@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 
 import onbeat
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from harness import ROOT
 from overlap import ONE_CORE_EACH
 from workloads import WORKLOADS
 
