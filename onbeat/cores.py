@@ -1,8 +1,8 @@
 """How generators and trainer share the cores of one machine. No torch.
 
-Decoding scales badly over cores, training better: measured on two, a generator gains 1.4 to 1.6 from the second, a
-trainer 1.7 to 1.9. So while both work each gets its share, and who works alone takes all. Neither's bits depend on the
-number; both make sure of that before they change it (rollout/probe.py, training/threads.py).
+A second core makes a generator 1.4 to 1.6 times as fast, a trainer 1.7 to 1.9. So while both work each gets its share,
+of which less is wasted, and who works alone takes all. Neither's bits depend on the number; both make sure
+of that before they change it (rollout/probe.py, training/threads.py).
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _generator_threads(config: Config, cores: int) -> str:
         why = "as the recipe says" if config.generator.threads else "its share of the cores"
         return f"{threads.alone} threads, {why}"
     return (
-        f"{threads.alone} threads while the trainer waits, {threads.beside_trainer} while it works: decoding gains "
-        "less from more cores than training does"
+        f"{threads.alone} threads while the trainer waits, its share, {threads.beside_trainer}, while it works: "
+        "neither side waits for a core the other is on"
     )
 
 

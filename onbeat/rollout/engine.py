@@ -199,7 +199,6 @@ class Engine:
             raise InputError(reason)
         self._queue.append(request)
 
-    @torch.inference_mode()
     def cancel(self, key: GroupKey) -> None:
         """Forget what is left of a group; no completion of it will come."""
         self._queue = deque(waiting for waiting in self._queue if waiting.key != key)

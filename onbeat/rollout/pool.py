@@ -146,11 +146,6 @@ class Pool:
     def generators(self) -> list[Generator]:
         return [member.generator for member in self._members.values()]
 
-    @property
-    def tokens_so_far(self) -> dict[str, int]:
-        """Sampled by each generator since it started, as far as it has told."""
-        return {name: member.num_tokens for name, member in self._members.items()}
-
     def groups(self, now_s: float) -> list[GroupStatus]:
         """What is wanted and not complete."""
         return [

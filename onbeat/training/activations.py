@@ -50,8 +50,8 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def some_of_it() -> torch.Tensor:
-    """SiLU of some numbers, and its gradient: whose arithmetic has other bits has others of these."""
+def ramp() -> torch.Tensor:
+    """SiLU of numbers in a row, and its gradient: whose arithmetic has other bits has others of these."""
     x = torch.linspace(-9.0, 9.0, 250, requires_grad=True)
     out = silu(x)
     out.sum().backward()  # type: ignore[no-untyped-call]

@@ -23,21 +23,34 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onbeat.batch.layout import Layout
 from onbeat.cores import beside_generators
 from onbeat.lora import trained_parameters
+from onbeat.training.attention import SharedPrompt
 from onbeat.training.head import BLOCK_WORDS
+from onbeat.training.merged import LONG_PROMPT
 from onbeat.training.products import before_each, linear, product
 from onbeat.training.tri_model import TriModel
 from onbeat.types import TrainGroup
 
-VECTOR = 16
+AT_ONCE = 16
 """Numbers that torch computes at once here: two registers of AVX2 (environment.py)."""
 _FEW_ROWS = (8, 40, 64, 173)
 _BY_PLACE = {
-    "silu", "gelu", "glu", "sigmoid", "log_sigmoid_forward", "softplus", "mish", "elu", "hardswish", "tanh", "erf",
-    "logaddexp", "logaddexp2", "atan2", "addcmul", "addcdiv", "lerp",
+    "silu", "gelu", "glu", "sigmoid", "log_sigmoid", "log_sigmoid_forward", "softplus", "mish", "elu", "hardswish",
+    "tanh", "erf", "logaddexp", "logaddexp2", "atan2", "addcmul", "addcdiv", "lerp",
 }  # fmt: skip
 """Functions of torch that may round a number by where it lies."""
+_TRIED = {
+    "_linear_pointwise", "_scaled_dot_product_flash_attention_for_cpu", "_to_copy", "_unsafe_view", "add",
+    "alias", "amax", "arange", "bitwise_and", "bitwise_or", "bmm", "cat", "clamp", "clone", "constant_pad_nd",
+    "cos", "detach", "div", "embedding", "empty_like", "exp", "expand", "gather", "ge", "gt", "index",
+    "index_add", "index_put", "index_select", "le", "lift_fresh", "log", "lt", "masked_fill", "maximum", "mean",
+    "mul", "neg", "new_zeros", "ones_like", "permute", "pow", "promote_types", "repeat_interleave", "rsqrt",
+    "scalar_tensor", "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "stack", "sub", "sum",
+    "transpose", "unsqueeze", "view", "where", "zeros", "zeros_like",
+}  # fmt: skip
+"""Functions of torch that do not: what the models of the tests call, whose gradients are compared there."""
 
 
 class SharedCores:
@@ -68,26 +81,33 @@ class SharedCores:
 
 
 def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int]) -> str | None:
-    """None if gradients of a small group, and products of few rows and of `most_rows`, come out the same with each of
-    these numbers of threads, and what the model calls is known to do so with more tokens too; else what is not so."""
+    """None if gradients of a small group, attention, and products of few rows and of `most_rows`, come out the same
+    with each of these numbers of threads, and what the model calls is known to do so with more tokens too; else what is
+    not so."""
     layers = _linear_layers(models.policy)
     if _has_other_matrices(models.policy):
         return "the model has weights that are no linear layer's"
-    if any(len(layer.weight) == 1 for layer in layers):
-        return "the gradient of a weight with one row is a sum that threads share"
-    gradients = _gradients(models)
+    trained = trained_parameters(models.policy).values()
+    if any(each.numel() == 1 or (each.dim() == 2 and len(each) == 1) for each in trained):
+        return "the gradient of a number by itself, or of a weight with one row, is a sum that threads share"
+    whole = [_gradients(models)]
+    if models.why_not_shared is None:
+        whole += _attentions(models.policy, max(most_rows))
     with _Calls() as calls:
-        gradients()
+        for compute in whole:
+            compute()
+    if unknown := sorted(calls.names - _TRIED - _BY_PLACE):
+        return f"nobody has tried {unknown[0]} with different numbers of threads"
     if other := sorted(calls.names & _BY_PLACE):
         sizes = sorted({size for layer in layers for size in layer.weight.shape})
         # An operation that is small takes fewer threads than there are: any number of them.
         for size, count in itertools.product(sizes, range(1, max(counts) + 1)):
-            if size % (VECTOR * count):
+            if size % (AT_ONCE * count):
                 return f"{other[0]} of {size} numbers does not fill whole vectors for each of {count} threads"
     before = torch.get_num_threads()
     products = (compute for rows in (*_FEW_ROWS, *most_rows) for compute in _products(models.policy, rows))
     try:
-        same = all(_agree(compute, counts) for compute in itertools.chain(products, [gradients]))
+        same = all(_agree(compute, counts) for compute in itertools.chain(products, whole))
     finally:
         torch.set_num_threads(before)
     return None if same else f"gradients by {' and '.join(map(str, counts))} threads have other bits"
@@ -103,7 +123,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.names.add(function.overloadpacket.__name__.rstrip("_"))  # in place or not
+        # In place or not, forward or backward.
+        self.names.add(function.overloadpacket.__name__.rstrip("_").removesuffix("_backward"))
         return function(*args, **(kwargs or {}))
 
 
@@ -135,10 +156,7 @@ def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
     vocabulary: int = models.policy.config.get_text_config().vocab_size
     tokens = [(7 * n) % vocabulary for n in range(173)]
     completions = tuple(tuple(tokens[first:last]) for first, last in itertools.pairwise((64, 101, 138, 165, 173)))
-    group = TrainGroup(
-        slot=0, prompt_ids=tuple(tokens[:64]), completion_ids=completions,
-        sampler_logprobs=tuple((0.0,) * len(each) for each in completions), advantages=(1.0,) * len(completions),
-    )  # fmt: skip
+    group = _group(tuple(tokens[:64]), completions)
     parameters = list(trained_parameters(models.policy).values())
 
     def compute() -> list[torch.Tensor]:
@@ -151,6 +169,42 @@ def _gradients(models: TriModel) -> Callable[[], list[torch.Tensor]]:
         return found
 
     return compute
+
+
+def _group(prompt: tuple[int, ...], completions: tuple[tuple[int, ...], ...], slot: int = 0) -> TrainGroup:
+    return TrainGroup(
+        slot=slot, prompt_ids=prompt, completion_ids=completions,
+        sampler_logprobs=tuple((0.0,) * len(each) for each in completions), advantages=(1.0,) * len(completions),
+    )  # fmt: skip
+
+
+def _attentions(model: Any, num_tokens: int) -> list[Callable[[], list[torch.Tensor]]]:
+    """Forward and backward of a group that fills a pass, after a long prompt, and of two that begin alike."""
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
+    dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+
+    def attention(prompt_length: int, num_groups: int) -> Callable[[], list[torch.Tensor]]:
+        length = max(4, (num_tokens // num_groups - prompt_length) // 8)
+        completions = ((2,) * length,) * 7 + ((2,) * (length - 3),)
+        layout = Layout.shared([_group((1,) * prompt_length, completions, slot) for slot in range(num_groups)])
+        assert layout.segments is not None
+        shared = SharedPrompt(layout.segments, layout.prefix_length)
+        rows = layout.tokens_S_L.shape[1]
+        query, key, value, grad = (
+            torch.randn(1, number, rows, dim, generator=generator) for number in (heads, kv_heads, kv_heads, heads)
+        )
+
+        def compute() -> list[torch.Tensor]:
+            leaves = [each.requires_grad_() for each in (query, key, value)]
+            attended = shared.attend(0, query, key, value, dim**-0.5, None)
+            return [attended.detach(), *torch.autograd.grad(attended, leaves, grad.transpose(1, 2))]
+
+        return compute
+
+    return [attention(LONG_PROMPT, 1), attention(LONG_PROMPT // 4, 2)]
 
 
 def _products(model: Any, rows: int) -> Iterator[Callable[[], list[torch.Tensor]]]:

@@ -53,7 +53,7 @@ from onbeat.messages import (
     WorkBeside,
     WorkerSettings,
 )
-from onbeat.training.activations import some_of_it
+from onbeat.training.activations import ramp
 from onbeat.training.export import write_model
 from onbeat.training.parallel import ALONE, MeetingPoint, Ranks, join
 from onbeat.training.threads import SharedCores
@@ -171,7 +171,7 @@ def main(sock: socket.socket, settings_bytes: bytes) -> None:
         num_threads = torch.get_num_threads()
         why_fixed = _why_threads_fixed(config) or trainer.why_threads_fixed(possible_threads(num_threads))
         num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        arithmetic = fingerprint(some_of_it())
+        arithmetic = fingerprint(ramp())
         channel.send(TrainerReady(num_parameters, trainer.why_not_shared, arithmetic, num_threads, why_fixed))
         directory = Path(settings.model_dir)
         TrainerWorker(channel, trainer, directory, settings.rank, shares_cores=why_fixed is None).run()

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.arithmetic import fingerprint
 from onbeat.kernels import available, kernels
 from onbeat.rollout.invariant import let_through
-from onbeat.training.activations import silu
+from onbeat.training.activations import ramp, silu
 from onbeat.training.gradients import gradients_in_place
 
 
@@ -79,6 +80,13 @@ def test_a_number_has_the_same_bits_wherever_it_lies_and_whatever_the_threads(
     assert all(torch.equal(one, other[first:last]) for one, other in zip(apart, together, strict=True))
 
 
+def test_a_trainer_whose_silu_has_other_bits_has_another_fingerprint() -> None:
+    ours, others = ramp(), ramp()
+    others[7] = torch.nextafter(others[7], torch.tensor(10.0))
+    assert fingerprint(ours) == fingerprint(ramp())
+    assert fingerprint(ours) != fingerprint(others)
+
+
 def test_it_is_the_generators() -> None:
     gates = 5 * some(6, 64)
     assert torch.equal(silu(gates), let_through(gates.clone(), torch.ones_like(gates)))
@@ -111,8 +119,7 @@ def test_another_precision_is_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(silu(x), F.silu(x))
 
 
-def test_a_model_in_training_calls_it_and_outside_of_it_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose number of 1.7 it is can be told by the bits of many."""
+def test_a_model_in_training_calls_it_and_outside_of_it_torchs() -> None:
     x, layer = 5 * some(70, 33), torch.nn.SiLU()
     assert not torch.equal(silu(x), F.silu(x)), "by their bits they could not be told apart"
     with gradients_in_place():

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from onbeat.cores import possible_threads
 from onbeat.messages import Accumulate, Accumulated, FromTrainer, Step, Stepped, ToTrainer, WorkBeside
 from onbeat.protocols import UpdateReport
 from onbeat.recipe import from_tree
-from onbeat.training import threads
+from onbeat.training import attention, merged, threads
 from onbeat.training.attention import SharedPrompt
 from onbeat.training.merged import LONG_PROMPT
 from onbeat.training.products import before_each, linear, product
@@ -214,10 +215,38 @@ def test_with_activations_of_torch_threads_are_fixed_where_shares_end_within_a_v
     assert trainer.why_threads_fixed(counts) == reason
 
 
-def test_with_a_weight_of_one_row_threads_are_fixed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", [torch.nn.Linear(64, 1), torch.nn.ParameterList([torch.ones(1)])])
+def test_with_a_weight_of_one_row_or_a_number_by_itself_threads_are_fixed(
+    layer: torch.nn.Module, tmp_path: Path
+) -> None:
     trainer = make_trainer(tmp_path, "llama")
-    trainer.model.base_model.layers[0].gate = torch.nn.Linear(64, 1)
-    assert trainer.why_threads_fixed([2, 1]) == "the gradient of a weight with one row is a sum that threads share"
+    trainer.model.base_model.layers[0].gate = layer
+    assert trainer.why_threads_fixed([2, 1]) == (
+        "the gradient of a number by itself, or of a weight with one row, is a sum that threads share"
+    )
+
+
+def test_with_a_function_of_torch_that_was_never_tried_threads_are_fixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path, "llama")
+    norm = trainer.model.base_model.norm
+    own = norm.forward
+    monkeypatch.setattr(norm, "forward", lambda hidden: own(hidden) * torch.special.bessel_j0(hidden.detach()))
+    reason = "nobody has tried special_bessel_j0 with different numbers of threads"
+    assert trainer.why_threads_fixed([2, 1]) == reason
+
+
+def test_attention_over_a_long_prompt_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of weights that rounds by where it lies: only there."""
+    trainer = make_trainer(tmp_path, "llama")
+    own = merged.merged_attention
+
+    def by_threads(*given_: Any) -> torch.Tensor:
+        return own(*given_) * (1 + 1e-6 * torch.get_num_threads())
+
+    monkeypatch.setattr(attention, "merged_attention", by_threads)
+    assert trainer.why_threads_fixed([2, 1]) == OTHER_BITS
 
 
 def test_of_a_sum_that_depends_on_threads_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,8 @@ def test_the_pool_tells_every_generator_when_the_trainer_works_and_who_joins_mea
     pool.progress("first", 40)
     pool.trainer_works(False)
     assert told == {"first": (2, False), "second": (2, False)}
-    assert pool.tokens_so_far == {"first": 40, "second": 0}
+    pool.serves("first", 0)
+    assert [each.state for each in pool.workers()] == ["idle, version 0, 40 tokens so far", "has no weights yet"]
 
 
 def test_the_pool_tells_how_many_generators_of_this_machine_are_at_work_whenever_that_changes() -> None:
