@@ -29,6 +29,7 @@ from ablation import SWITCHES, USUAL, fitting, sides
 from against_trl import BFLOAT16, IN_BFLOAT16, OTHER_WAYS, OURS, rates
 from generate import CELLS, NUM_PARAMETERS, rates_over
 from harness import ROOT, Figures, rounds, times_as_fast
+from matplotlib.ticker import LogLocator
 from overlap import EXACT, WAYS, fastest_first, same_bits
 from scaling import AXES, NUM_GROUPS, WORKERS, slopes
 from time_to_accuracy import TARGET, reached, seconds_to_target, times_sooner
@@ -420,12 +421,12 @@ def draw_scaling(measured: Measured, loop: Measured, path: Path) -> bool:
         for workers in WORKERS
         if (runs := loop.runs({"workers": workers, "groups": max(NUM_GROUPS)}, "the loop"))
     }
-    panels = [*((AXIS_NAMES[axis], "s per period", found) for axis, found in drawn.items())]
-    panels += [("workers (fakes)", "ms per group", per_group)] if per_group else []
+    panels = [*((AXIS_NAMES[axis], "s per period", "log", found) for axis, found in drawn.items())]
+    panels += [("workers (fakes)", "ms per group", "linear", per_group)] if per_group else []
     if not panels:
         return False
     figure, axes = plt.subplots(1, len(panels), figsize=(2.5 * len(panels), 2.6), layout="constrained", squeeze=False)
-    for axis, (name, unit, found) in zip(axes[0], panels, strict=True):
+    for axis, (name, unit, scale, found) in zip(axes[0], panels, strict=True):
         middle = [statistics.median(values) for values in found.values()]
         spread = [
             [m - min(values) for m, values in zip(middle, found.values(), strict=True)],
@@ -435,10 +436,14 @@ def draw_scaling(measured: Measured, loop: Measured, path: Path) -> bool:
             list(found), middle, yerr=spread, marker="o", markersize=3, color=COLOURS["onbeat"], linewidth=1.2
         )
         axis.set_xscale("log")
-        axis.set_yscale("log")
+        axis.set_yscale(scale)
+        if scale == "log":
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+        else:
+            axis.set_ylim(bottom=0)
         axis.minorticks_off()
         axis.set_xticks(list(found), [f"{value:,}" for value in found])
-        axis.set_yticks(middle, [f"{value:.3g}" for value in middle])
         axis.set_xlabel(name, fontsize=8)
         axis.set_ylabel(unit, fontsize=8)
         axis.tick_params(labelsize=7)

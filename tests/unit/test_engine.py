@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.decoders import ByteFallback
 
-from onbeat.admission import bytes_per_token, cache_tokens
+from onbeat.admission import MIN_ROWS, bytes_per_token, cache_tokens
 from onbeat.errors import InputError, NumbersError
 from onbeat.rollout.cache import CacheShape, GroupCache
 from onbeat.rollout.engine import PREFILL_TOKENS, Engine
@@ -73,6 +73,39 @@ def test_a_long_prompt_stalls_nobody_each_step_takes_a_piece_of_it_and_a_token_o
         del engine._model.forward
     assert order == []
     assert len(drain(engine)) == 8
+
+
+def test_of_a_prompt_the_last_token_alone_has_logits() -> None:
+    engine = engine_of(max_sequences=64, num_tokens=10_000)
+    rows: list[int] = []
+    hook = engine._model.register_forward_hook(lambda model, given, output: rows.append(output.logits.shape[1]))
+    try:
+        engine.add(request(0, tuple(1 + n % 50 for n in range(100)), 6, sampling(3)))
+        while not engine.idle:
+            engine.step()
+    finally:
+        hook.remove()
+    assert rows == [MIN_ROWS, 6, 6], "one of the prompt, filled up; then one of each sample"
+
+
+def test_while_nobody_ends_no_key_is_copied_and_who_ends_gives_its_memory_back() -> None:
+    engine = engine_of(max_sequences=64, num_tokens=10_000)
+    wanted = request(0, (1, 2, 3), 8, sampling(30))
+    engine.add(wanted)
+    engine.step()
+    cache = engine._groups[0].cache
+
+    def places() -> list[int]:
+        return [layer.data_ptr() for layer in (cache.prompt, *cache.own)]
+
+    before = places()
+    for _ in range(10):
+        assert engine.step() == []
+        assert places() == before
+    full = cache.own[0].nbytes
+    cache.keep([1, 2, 3, 4])
+    assert cache.own[0].nbytes == full // 2
+    assert places()[0] == before[0], "the prompt's stay where they are"
 
 
 def test_a_group_that_can_never_fit_the_cache_is_refused_with_what_it_needs_and_what_there_is() -> None:
