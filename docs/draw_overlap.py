@@ -40,7 +40,8 @@ WAYS = {
     "step by step, each on both cores in turn": {"schedule.mode": "sync"},
     "periodic (the default)": {"schedule.mode": "periodic"},
 }
-LANES = {"publish": "#8d99ae", "generator-0": "#2a6f97", "scorer": "#e9c46a", "trainer-0": "#c8553d"}
+LANES = {"generator-0": "#2a6f97", "trainer-0": "#c8553d"}
+"""Publishing and scoring would be too thin to be seen."""
 
 
 class Span(NamedTuple):
@@ -52,7 +53,7 @@ class Span(NamedTuple):
 
 
 def run(keys: dict[str, object]) -> list[Span]:
-    """The spans of a real run's last period, its publish at time 0."""
+    """What generator and trainer did in a real run's last period, whose publish is at time 0."""
     with tempfile.TemporaryDirectory(prefix="onbeat-picture-") as folder:
         onbeat.train(overrides=SETTINGS | keys | {"run.dir": f"{folder}/run"})
         events = json.loads(Path(folder, "run", "trace.json").read_text())
@@ -66,7 +67,7 @@ def run(keys: dict[str, object]) -> list[Span]:
     return [
         span._replace(began_s=span.began_s - opened_s, ended_s=span.ended_s - opened_s)
         for span in spans
-        if opened_s <= span.began_s
+        if opened_s <= span.began_s and span.lane in LANES
     ]
 
 
@@ -96,7 +97,7 @@ def draw(axis: plt.Axes, spans: list[Span], title: str) -> None:
 
 def main() -> None:
     periods = {way: run(keys) for way, keys in WAYS.items()}
-    figure, axes = plt.subplots(len(WAYS), 1, figsize=(9, 6.6), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(WAYS), 1, figsize=(9, 4.6), sharex=True, layout="constrained")
     for axis, (way, spans) in zip(axes, periods.items(), strict=True):
         draw(axis, spans, f"{way}: {length_s(spans):.1f} s")
     axes[-1].set_xlabel("seconds since the period opened; each bar is a group (of the trainer: a micro-batch)")
