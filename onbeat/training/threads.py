@@ -41,16 +41,23 @@ _BY_PLACE = {
     "tanh", "erf", "logaddexp", "logaddexp2", "atan2", "addcmul", "addcdiv", "lerp",
 }  # fmt: skip
 """Functions of torch that may round a number by where it lies."""
-_TRIED = {
-    "_linear_pointwise", "_scaled_dot_product_flash_attention_for_cpu", "_to_copy", "_unsafe_view", "add",
-    "alias", "amax", "arange", "bitwise_and", "bitwise_or", "bmm", "cat", "clamp", "clone", "constant_pad_nd",
-    "cos", "detach", "div", "embedding", "empty_like", "exp", "expand", "gather", "ge", "gt", "index",
-    "index_add", "index_put", "index_select", "le", "lift_fresh", "log", "lt", "masked_fill", "maximum", "mean",
-    "mul", "neg", "new_zeros", "ones_like", "permute", "pow", "promote_types", "repeat_interleave", "rsqrt",
-    "scalar_tensor", "select", "sin", "slice", "split", "split_with_sizes", "squeeze", "stack", "sub", "sum",
-    "transpose", "unsqueeze", "view", "where", "zeros", "zeros_like",
+_MOVING = {
+    "_to_copy", "_unsafe_view", "abs", "alias", "amax", "amin", "arange", "bitwise_and", "bitwise_not",
+    "bitwise_or", "cat", "clamp", "clone", "constant_pad_nd", "contiguous", "copy", "detach", "empty",
+    "empty_like", "eq", "expand", "fill", "full", "full_like", "gather", "ge", "gt", "index", "index_select",
+    "isinf", "isnan", "le", "lift_fresh", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
+    "masked_scatter", "maximum", "minimum", "narrow", "ne", "new_zeros", "ones", "ones_like", "permute",
+    "promote_types", "repeat_interleave", "reshape", "scalar_tensor", "scatter", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind", "unsqueeze", "view", "where", "zeros",
+    "zeros_like",
 }  # fmt: skip
-"""Functions of torch that do not: what the models of the tests call, whose gradients are compared there."""
+"""Functions of torch that move, compare and choose numbers, and round nothing."""
+_TRIED = {
+    "_linear_pointwise", "_scaled_dot_product_flash_attention_for_cpu", "add", "bmm", "cos", "div", "embedding",
+    "exp", "index_add", "index_put", "log", "mean", "mul", "neg", "pow", "rsqrt", "sin", "sub", "sum",
+}  # fmt: skip
+"""Functions that round a number the same wherever it lies: what the models of the tests call, whose gradients are
+compared there."""
 
 
 class SharedCores:
@@ -96,7 +103,7 @@ def why_fixed(models: TriModel, most_rows: Sequence[int], counts: Sequence[int])
     with _Calls() as calls:
         for compute in whole:
             compute()
-    if unknown := sorted(calls.names - _TRIED - _BY_PLACE):
+    if unknown := sorted(calls.names - _MOVING - _TRIED - _BY_PLACE):
         return f"nobody has tried {unknown[0]} with different numbers of threads"
     if other := sorted(calls.names & _BY_PLACE):
         sizes = sorted({size for layer in layers for size in layer.weight.shape})
